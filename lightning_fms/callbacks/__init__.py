@@ -1,0 +1,1 @@
+"""One concern a callback: what a run shows while it trains."""

@@ -1,0 +1,1 @@
+"""Where documents come from: one module a format, all behind the `Source` protocol."""

@@ -1,0 +1,1 @@
+"""FP8 training as a Lightning precision plugin."""

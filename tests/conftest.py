@@ -1,0 +1,5 @@
+"""Settings for every test process: few threads, no network, no progress bars, a clean environment."""
+
+import os
+
+os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HYDRA_FULL_ERROR="1")
