@@ -1,0 +1,142 @@
+"""FP8 as a precision plugin of Lightning's Trainer.
+
+Everything that is no GEMM of a linear layer runs in bf16 as under `precision="bf16-mixed"`, and there are two ways to
+do that. A strategy that casts parameters itself (FSDP2's mixed-precision policy) wants no autocast: it says so by an
+attribute `casts_parameters = True`. Under any other strategy this plugin opens `torch.autocast` as Lightning's
+`MixedPrecision` does. It reports `precision = "bf16-mixed"` either way, because that is what the rest of the run is.
+
+The plugin goes into the Trainer as an instance (`plugins=[FP8Precision()]`), never beside `precision=`: Lightning has
+no registry for precision names.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+import torch._inductor.config as inductor_config
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_fms.precision.float8 import convert, drop_scales, float8_config, precompute_scales, restore
+from lightning_fms.precision.selection import Decision, decide, table
+from lightning_fms.precision.support import check_device, self_test
+
+
+class FP8Precision(Precision):
+    """Train the linear layers of any LightningModule in FP8, and the rest in bf16.
+
+    Conversion happens when the strategy sets the module up, before FSDP and compilation. Parameters keep their names,
+    dtypes and values, so checkpoints load with and without the plugin. `trainer.fit` ends with the plain module back.
+
+    Args:
+        recipe: `tensorwise` (fastest; the default), `rowwise` (robust to outliers), or `rowwise_gw_hp` (most exact: the
+            gradient of the weight stays in bf16).
+        emulate: compute FP8's rounding in fp32, for machines without FP8 and for tests. Several times slower than bf16.
+        all_gather: gather sharded weights in FP8, half the bytes of bf16; `tensorwise` only, and only where the
+            strategy shards. Off by default: it pays when communication is exposed. Cannot be undone at the end of a
+            fit, because the optimizer holds the wrapped weights.
+        head: convert the output head too. Off by default: its rounding errors go straight into the loss.
+        keep_small: keep layers in bf16 that are too small to gain. Turn it off to convert everything that can be.
+        skip: patterns of names, as in a shell (`*.mlp.router`), that stay in bf16.
+
+    Attributes:
+        report: after setup, what was converted, what was not and why, as lines of a table.
+
+    Raises:
+        ValueError: for an unknown recipe, or FP8 all-gather with row scales; at setup, for a device without FP8 or a
+            pattern in `skip` that matches nothing.
+        RuntimeError: at setup, if FP8 computes wrong numbers on this machine.
+    """
+
+    precision = "bf16-mixed"
+
+    def __init__(
+        self,
+        recipe: str = "tensorwise",
+        emulate: bool = False,
+        all_gather: bool = False,
+        head: bool = False,
+        keep_small: bool = True,
+        skip: Sequence[str] = (),
+    ) -> None:
+        self.recipe, self.emulate, self.all_gather = recipe, emulate, all_gather
+        self.config = float8_config(recipe, emulate=emulate, all_gather=all_gather)
+        self.head, self.keep_small, self.skip = head, keep_small, tuple(skip)
+        self.report: list[str] = []
+        self.decisions: list[Decision] = []
+        self._converted: nn.Module | None = None
+        self._device = torch.device("cpu")
+        self._autocast = True
+        self._inductor_before: bool | None = None
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Check the device, compare FP8 with bf16 on it, and convert `module` in place; again is harmless."""
+        strategy = _strategy_of(module)
+        self._device = strategy.root_device if strategy is not None else next(module.parameters()).device
+        self._autocast = not getattr(strategy, "casts_parameters", False)
+        self._check_machine()
+        shards = getattr(strategy, "shard_size", 1)
+        config = self.config
+        if self.all_gather and shards == 1:
+            config = float8_config(self.recipe, emulate=self.emulate)
+        decisions = decide(module, self.recipe, head=self.head, keep_small=self.keep_small, skip=self.skip)
+        self.decisions = convert(module, decisions, config, shards)
+        drop_scales(module)
+        self._converted = module
+        self._describe(shards)
+        return module
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: L.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Step, then compute the scales of weights that are gathered in FP8, all in one all-reduce."""
+        result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if self.all_gather:
+            precompute_scales(model)
+        return result
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """bf16 autocast, unless the strategy casts parameters itself."""
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast, cache_enabled=False):
+            yield
+
+    def teardown(self) -> None:
+        """Give the module its plain layers back, and the compiler its settings."""
+        if self._converted is not None:
+            restore(self._converted)
+            self._converted = None
+        if self._inductor_before is not None:
+            inductor_config.emulate_precision_casts = self._inductor_before
+            self._inductor_before = None
+
+    def _check_machine(self) -> None:
+        if self._converted is not None:
+            return
+        if not self.emulate:
+            check_device(self._device)
+        if self.recipe != "tensorwise" and self._inductor_before is None:
+            # Row scales + compile + selective checkpointing gave NaN: https://github.com/pytorch/pytorch/issues/150859
+            self._inductor_before = inductor_config.emulate_precision_casts
+            inductor_config.emulate_precision_casts = True
+        self_test(self.config, self._device, compiled=False)
+        if self._device.type == "cuda":
+            self_test(self.config, self._device, compiled=True)
+
+    def _describe(self, shards: int) -> None:
+        title = f"FP8 {self.recipe}{' (emulated)' if self.emulate else ''}"
+        self.report = table(self.decisions, title)
+        if not any(decision.converted for decision in self.decisions):
+            self.report.append("  nothing to convert: the run is bf16. keep_small=False converts small layers too")
+        if self.all_gather and shards == 1:
+            self.report.append("  all_gather=True does nothing here: the strategy does not shard parameters")
+        rank_zero_info("\n".join(self.report))
+
+
+def _strategy_of(module: nn.Module) -> Any:
+    """The strategy of the Trainer that `module` is attached to, if any."""
+    trainer = module._trainer if isinstance(module, L.LightningModule) else None
+    return None if trainer is None else trainer.strategy
