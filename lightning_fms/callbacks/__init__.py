@@ -1,1 +1,12 @@
-"""One concern a callback: what a run shows while it trains."""
+"""One concern a callback: what a run shows, measures and keeps while it trains."""
+
+from lightning_fms.callbacks.checkpoint import StepCheckpoint
+from lightning_fms.callbacks.data_mix import DataMix
+from lightning_fms.callbacks.grad_norm import GradNorm
+from lightning_fms.callbacks.memory import Memory
+from lightning_fms.callbacks.progress import Progress
+from lightning_fms.callbacks.sample import Sample
+from lightning_fms.callbacks.summary import Summary
+from lightning_fms.callbacks.throughput import Throughput
+
+__all__ = ["DataMix", "GradNorm", "Memory", "Progress", "Sample", "StepCheckpoint", "Summary", "Throughput"]

@@ -1,7 +1,7 @@
 """The reference user code: a plain `nn.Module` decoder and a plain LightningModule around it."""
 
 from lightning_fms.models.causal_lm import CausalLM
-from lightning_fms.models.generate import generate
+from lightning_fms.models.generation import generate
 from lightning_fms.models.llama import Llama
 from lightning_fms.models.schedule import WarmupCosine
 

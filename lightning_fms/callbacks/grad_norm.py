@@ -1,0 +1,36 @@
+"""The norm of the gradient, before clipping, on the steps that are logged.
+
+It is the first thing to look at when a loss misbehaves, and it costs one pass over all gradients, so it is not taken at
+every step. Sharded gradients are DTensors: their norm is that of the whole tensor, reduced over the shards once at the
+end.
+"""
+
+from collections.abc import Iterable
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """2-norm of all gradients together, a scalar on their device; a collective where they are sharded."""
+    gradients = list(gradients)
+    # Plain tensors and DTensors do not mix in one foreach call.
+    plain = [g for g in gradients if not isinstance(g, DTensor)]
+    sharded = [g for g in gradients if isinstance(g, DTensor)]
+    norms = [torch.nn.utils.get_total_norm(kind) for kind in (plain, sharded) if kind]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+class GradNorm(L.Callback):
+    """Log `grad_norm`, the 2-norm over all parameters before clipping."""
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        """Take the norm if the step that is about to be made is logged; no synchronisation."""
+        every = trainer.log_every_n_steps
+        if every > 0 and (trainer.global_step + 1) % every == 0:
+            gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            pl_module.log("grad_norm", total_norm(gradients), on_step=True, on_epoch=False)
