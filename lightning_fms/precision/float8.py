@@ -76,9 +76,6 @@ class Float8Forward(Float8Linear):
         Raises:
             ValueError: when training on a number of tokens that is no multiple of 16.
         """
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
         weight_grad_in_fp8 = self.config.cast_config_input_for_grad_weight.scaling_type is not ScalingType.DISABLED
         tokens = input.numel() // self.in_features
         if torch.is_grad_enabled() and weight_grad_in_fp8 and tokens % GRANULE:
@@ -86,7 +83,13 @@ class Float8Forward(Float8Linear):
                 f"an FP8 layer got {tokens} tokens (input {tuple(input.shape)}): the GEMM of the weight gradient needs "
                 f"a multiple of {GRANULE}. Make rows x seq_len one, or use rowwise_gw_hp"
             )
-        return super().forward(input)
+        device = input.device.type
+        if not torch.is_autocast_enabled(device):
+            return super().forward(input)
+        # Autocast would cast FP8 tensors too, which torchao cannot do under `inference_mode`.
+        input = input.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            return super().forward(input)
 
 
 def _float8_class(plain: type[nn.Linear]) -> type[nn.Linear]:

@@ -121,6 +121,8 @@ def test_autocast_gives_bf16_on_this_device_too() -> None:
     assert output.dtype == torch.bfloat16
     output.sum().backward()
     assert layer[0].weight.grad.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():  # how Lightning validates
+        assert layer(torch.randn(16, 64)).dtype == torch.bfloat16
 
 
 def test_zero_tensors_stay_finite() -> None:

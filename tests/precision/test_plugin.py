@@ -1,0 +1,184 @@
+import functools
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_fms.models import CausalLM, Llama
+from lightning_fms.precision import FP8Precision
+from lightning_fms.precision.float8 import RECIPES, is_float8
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+STEPS = 12
+
+
+class Counting(Dataset):
+    """Rows that count upwards from different starts: learnable in a few steps."""
+
+    def __len__(self) -> int:
+        return STEPS * 4
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        line = (torch.arange(33) + 7 * index) % 64
+        return {"input_ids": line[:-1], "labels": line[1:]}
+
+
+class TransformersModule(L.LightningModule):
+    """A user's module around a model of `transformers`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+        )
+        self.model = LlamaForCausalLM(config)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.model(input_ids=batch["input_ids"]).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+class Losses(L.Callback):
+    """What the run computed, seen from outside: losses, the output dtype of one layer, how many layers were FP8."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.float8_layers = 0
+        self.dtypes: set[torch.dtype] = set()
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
+        self.float8_layers = sum(map(is_float8, linears))
+        linears[0].register_forward_hook(lambda layer, args, output: self.dtypes.add(output.dtype))
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, *_: object) -> None:
+        self.losses.append(outputs["loss"].item())
+
+
+def causal_lm() -> CausalLM:
+    return CausalLM(Llama(64, 64, 2, 4, 2), functools.partial(torch.optim.AdamW, lr=3e-3))
+
+
+def trainer(*, fp8: FP8Precision | None, **options: object) -> tuple[L.Trainer, Losses]:
+    losses = Losses()
+    precision = {"plugins": [fp8]} if fp8 else {"precision": "bf16-mixed"}
+    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "callbacks": [losses], "logger": False}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    return L.Trainer(**(defaults | quiet | precision | options)), losses
+
+
+def fit(fp8: FP8Precision | None, module: L.LightningModule, **options: object) -> Losses:
+    run, losses = trainer(fp8=fp8, **options)
+    run.fit(module, DataLoader(Counting(), batch_size=4))
+    return losses
+
+
+def plugin(recipe: str = "tensorwise", **options: object) -> FP8Precision:
+    return FP8Precision(recipe, emulate=True, keep_small=False, **options)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_loss_follows_bf16(recipe: str) -> None:
+    curves = []
+    for fp8 in (None, plugin(recipe)):
+        torch.manual_seed(0)
+        curves.append(fit(fp8, causal_lm()))
+    bf16, got = curves
+    assert got.float8_layers == 14
+    assert got.dtypes == {torch.bfloat16} == bf16.dtypes
+    assert bf16.losses[-1] < bf16.losses[0] - 1
+    differences = [abs(a - b) for a, b in zip(bf16.losses, got.losses, strict=True)]
+    assert 0 < max(differences) < 0.1, differences  # in nats; not 0, or FP8 would not be there
+
+
+def test_module_of_transformers_trains_and_comes_back_plain() -> None:
+    torch.manual_seed(0)
+    module, fp8 = TransformersModule(), plugin()
+    names = list(module.state_dict())
+    losses = fit(fp8, module)
+    assert losses.float8_layers == 14
+    assert losses.losses[-1] < losses.losses[0] - 1
+    assert list(module.state_dict()) == names
+    assert not any(is_float8(m) for m in module.modules())
+
+
+def test_checkpoint_goes_from_bf16_to_fp8_and_back(tmp_path: Path) -> None:
+    module, data = causal_lm(), DataLoader(Counting(), batch_size=4)
+    path: str | None = None
+    for step, fp8 in enumerate((None, plugin(), None), 1):
+        run, losses = trainer(fp8=fp8, max_epochs=step)
+        run.fit(module, data, ckpt_path=path, weights_only=True)
+        assert len(losses.losses) == STEPS
+        path = str(tmp_path / f"{step}.ckpt")
+        run.save_checkpoint(path)
+    states = [torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["state_dict"] for step in (1, 2, 3)]
+    assert list(states[0]) == list(states[1]) == list(states[2])
+    assert {value.dtype for state in states for value in state.values()} == {torch.float32}
+
+
+def test_report_says_what_was_converted_and_why_not() -> None:
+    fp8 = plugin(skip=["*.k_proj"], all_gather=True)
+    fit(fp8, causal_lm(), fast_dev_run=1, enable_checkpointing=None)
+    assert fp8.report[0].startswith("FP8 tensorwise (emulated): 12 of 15 linear layers converted (")
+    assert any("net.layers.*.attention.k_proj" in line and "bf16: skipped by name" in line for line in fp8.report)
+    assert any("net.head" in line and "bf16: output head" in line for line in fp8.report)
+    assert "all_gather=True does nothing here" in fp8.report[-1]
+
+
+def test_nothing_to_convert_is_said() -> None:
+    fp8 = FP8Precision(emulate=True)
+    fit(fp8, causal_lm(), fast_dev_run=1, enable_checkpointing=None)
+    assert "nothing to convert" in fp8.report[-1]
+
+
+def test_machine_without_fp8_is_one_clear_error() -> None:
+    with pytest.raises(ValueError, match=r"FP8 needs a GPU.*the run is on 'cpu'"):
+        fit(FP8Precision(), causal_lm())
+
+
+def test_compiler_setting_for_row_scales_is_set_for_the_run_and_put_back() -> None:
+    seen: list[bool] = []
+
+    class Look(L.Callback):
+        def on_train_start(self, *_: object) -> None:
+            seen.append(inductor_config.emulate_precision_casts)
+
+    before = inductor_config.emulate_precision_casts
+    for recipe in RECIPES:
+        fit(plugin(recipe), causal_lm(), callbacks=[Look()], fast_dev_run=1, enable_checkpointing=None)
+        assert inductor_config.emulate_precision_casts == before
+    assert seen == [before, True, True]
+
+
+@pytest.mark.parametrize("strategy", [SingleDeviceStrategy(), DDPStrategy(), ModelParallelStrategy()])
+def test_trainer_accepts_the_plugin_with_stock_strategies(strategy: object) -> None:
+    fp8 = plugin()
+    run, _ = trainer(fp8=fp8, strategy=strategy)
+    assert run.precision_plugin is fp8
+    assert run.strategy.precision_plugin is fp8
+    assert run.precision == "bf16-mixed"
+
+
+def test_fit_then_validate_then_fit_again() -> None:
+    module = causal_lm()
+    run, losses = trainer(fp8=plugin(), max_epochs=1)
+    data = DataLoader(Counting(), batch_size=4)
+    run.fit(module, data)
+    run.validate(module, data, verbose=False)
+    run.fit_loop.max_epochs = 2
+    run.fit(module, data)
+    assert len(losses.losses) == 2 * STEPS
