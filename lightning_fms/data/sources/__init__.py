@@ -1,1 +1,92 @@
 """Where documents come from: one module a format, all behind the `Source` protocol."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_fms.data.sources.lines import JsonLines, Text
+from lightning_fms.data.sources.listing import Listing, list_files
+from lightning_fms.data.sources.litdata_tokens import LitdataTokens
+from lightning_fms.data.sources.python_source import PythonSource
+from lightning_fms.data.sources.source import Document, DocumentError, Source, Window
+
+__all__ = [
+    "Document", "DocumentError", "JsonLines", "Listing", "LitdataTokens", "PythonSource", "Source", "Text", "Window",
+    "list_files", "open_source", "open_sources",
+]  # fmt: skip
+
+_JSONL = (".jsonl", ".json", ".ndjson")
+_TEXT = (".txt", ".md", ".text", ".rst", ".py")
+_FORMATS = f"{', '.join(_JSONL)} (JSON lines), {', '.join(_TEXT)} (text), or a litdata folder of token chunks"
+
+
+def open_sources(sources: Mapping[str, Any]) -> tuple[dict[str, Source], dict[str, float]]:
+    """Open every source of a `sources` argument.
+
+    Args:
+        sources: `{name: path, folder, glob, list of them, or Source}`, or `{name: {"path": ..., "weight": ..., ...}}` with the
+            options of the format (`text_key`, `split`).
+
+    Returns:
+        The sources by name, and the weights that were given.
+
+    Raises:
+        ValueError: If a source cannot be opened; the message names it.
+    """
+    if not isinstance(sources, Mapping) or not sources:
+        raise ValueError(f"sources={sources!r} must be a mapping {{name: path}} with at least one source")
+    opened, weights = {}, {}
+    for name, spec in sources.items():
+        options = dict(spec) if isinstance(spec, Mapping) else {"path": spec}
+        if "weight" in options:
+            weights[name] = options.pop("weight")
+        if "path" not in options:
+            raise ValueError(f"source {name!r} has no path; it has {sorted(options)}")
+        try:
+            opened[name] = open_source(**options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"source {name!r}: {error}") from None
+    if weights and set(weights) != set(opened):
+        raise ValueError(
+            f"sources {sorted(set(opened) - set(weights))} have no weight while others have: give all or none"
+        )
+    return opened, weights
+
+
+def open_source(path: Any, text_key: str | None = None, split: str | None = None) -> Source:
+    """Open one source; the format follows from the file names.
+
+    Args:
+        path: File, folder, glob or list of them, all of one format; or an object that implements `Source`.
+        text_key: Key of the text in a JSON record; default `"text"`.
+        split: How plain text is cut into documents; see `Text`.
+
+    Raises:
+        ValueError: If nothing is found, formats are mixed or unknown, or an option does not belong to the format.
+    """
+    given = {key: value for key, value in (("text_key", text_key), ("split", split)) if value is not None}
+    if isinstance(path, Source):
+        return _without(given, path, "a Source object")
+    if isinstance(path, (str, Path)) and (Path(path).expanduser() / "index.json").is_file():
+        return _without(given, LitdataTokens(path), "a litdata folder")
+    suffixes = {Path(name).suffix.lower() for name in list_files(path).names}
+    if suffixes <= set(_JSONL):
+        return JsonLines(path, **_only(given, "text_key", "JSON lines"))
+    if suffixes <= set(_TEXT):
+        return Text(path, **_only(given, "split", "plain text"))
+    known = suffixes & {*_JSONL, *_TEXT}
+    if known:
+        raise ValueError(f"{path}: mixes formats {sorted(suffixes)}; a source has one, so name the files by a glob")
+    raise ValueError(f"{path}: unknown format {sorted(suffixes)}; known are {_FORMATS}")
+
+
+def _without(given: dict[str, Any], source: Source, what: str) -> Source:
+    _only(given, "", what)
+    return source
+
+
+def _only(given: dict[str, Any], option: str, what: str) -> dict[str, Any]:
+    wrong = sorted(set(given) - {option})
+    if wrong:
+        raise ValueError(f"{wrong[0]}={given[wrong[0]]!r} does not apply to {what}; remove it")
+    return given

@@ -1,0 +1,55 @@
+"""What Lightning iterates: a fixed number of micro-batches an epoch, from a loader that never ends.
+
+The position belongs to the data module, so a feed has no state of its own; it says so by an empty `state_dict`, because
+Lightning would otherwise warn that the loader cannot resume, or save one rank's position for all of them. It starts the
+loader with its first batch and not before: `configure_optimizers` may ask for the number of steps, which makes Lightning
+call `iter` before the checkpoint is loaded.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_fms.data.loader import MicroBatch, StreamLoader
+from lightning_fms.data.packing import Batch
+
+
+class Feed:
+    """Micro-batches of a loader for one of Lightning's loops.
+
+    Args:
+        loader: The rank's loader.
+        length: Micro-batches an epoch.
+        rewind: Whether every iteration starts at the loader's position (validation) or goes on (training).
+    """
+
+    def __init__(self, loader: StreamLoader, length: int, rewind: bool = False) -> None:
+        self.loader, self.length, self.rewind = loader, length, rewind
+        self.delivered: deque[MicroBatch] = deque()
+        self._micro_batches: Iterator[MicroBatch] | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.rewind:
+            self.close()
+        while True:
+            if self._micro_batches is None:
+                self._micro_batches = self.loader.micro_batches()
+            micro = next(self._micro_batches)
+            self.delivered.append(micro)
+            yield micro.batch
+
+    def close(self) -> None:
+        """Drop what is on its way and end the workers."""
+        self.loader.close()
+        self._micro_batches = None
+        self.delivered.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the data module holds the position."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing: the data module holds the position."""

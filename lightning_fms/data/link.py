@@ -1,0 +1,138 @@
+"""What ties the loader to Lightning's loops, whatever the strategy.
+
+Three things cannot be seen from a data loader. *How much a micro-batch counts*: ranks and micro-batches hold different
+numbers of targets, and the mean of means is not the mean; so each micro-batch's gradient is scaled by
+`s = R * A * n / N` (R replicas, A micro-batches a step, n its targets, N the step's over all ranks), which makes the step
+that of one process with the whole batch. Lightning has divided the loss by A before `on_before_backward`, strategies divide
+the gradients by R, and a hook on the loss scales what flows back without touching what the user logs. *When a batch has
+been trained*: the state moves on when the optimizer step is done, so prefetched batches and half-done accumulations are read
+again after a resume. *What the loops count*: they count micro-batches, whose number a step changes with the number of ranks.
+
+This callback stands at the front of `trainer.callbacks`, so that checkpoint callbacks save a state that includes the
+step they follow.
+"""
+
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_fms.data.feed import Feed
+from lightning_fms.data.loader import MicroBatch, StreamLoader
+
+LossWeight = Literal["tokens", "rows", "none"]
+
+
+class LoaderLink(Callback):
+    """Put by `RescalableDataModule` at the front of `trainer.callbacks`; nothing to configure.
+
+    Logs `loss`, the mean over all targets of the global batch (`loss_weight="rows"`: over all rows of the rows' losses), when
+    Lightning's logging is due. The user's loss must be a mean over the labels that are not -100.
+
+    Args:
+        loader: The rank's loader.
+        feed: What Lightning iterates for training.
+        replicas: R, number of data ranks.
+        loss_weight: What a micro-batch's gradient counts for: its targets, its rows, or nothing (plain mean of means).
+    """
+
+    def __init__(self, loader: StreamLoader, feed: Feed, replicas: int, loss_weight: LossWeight) -> None:
+        self.loader, self.feed, self.replicas, self.loss_weight = loader, feed, replicas, loss_weight
+        self.broken = False
+        self.resumed_accumulate: int | None = None
+        self.val_feed: Feed | None = None
+        self._micro: MicroBatch | None = None
+        self._total: int | Tensor = 0
+        self._loss: Tensor | None = None
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """After a resume, express the loops' counters in micro-batches of this number of ranks."""
+        if self.resumed_accumulate is None:
+            return
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        for counts in (progress.current, progress.total):
+            back = counts.ready - counts.completed
+            ready = counts.ready // self.resumed_accumulate * self.loader.slots.accumulate
+            vars(counts).update(ready=ready, started=ready, processed=ready)
+            counts.completed = ready - back
+        self.resumed_accumulate = None
+
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Find out what the micro-batch counts for."""
+        first = self._micro is None or self._micro.last
+        self._micro = self.feed.delivered.popleft()
+        if first:
+            self._total = self._count_step(trainer, self._micro)
+            self._loss = None
+
+    def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
+        """Scale the gradient of the micro-batch, and add its part to the logged loss."""
+        assert self._micro is not None
+        accumulate = self.loader.slots.accumulate if pl_module.automatic_optimization else 1
+        share: float | Tensor = self._counted(self._micro) / self._total if self.loss_weight != "none" else (
+            1 / (self.replicas * self.loader.slots.accumulate)
+        )  # fmt: skip
+        part = loss.detach() * accumulate * share  # Lightning has divided the loss by the accumulation
+        self._loss = part if self._loss is None else self._loss + part
+        if self.loss_weight != "none" and loss.requires_grad:
+            scale = self.replicas * accumulate * share
+            loss.register_hook(lambda gradient: gradient * scale)
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the step as trained once its last micro-batch is done, and log its loss when that is due."""
+        assert self._micro is not None
+        if not self._micro.last:
+            return
+        self.loader.apply(self._micro.step)
+        if self._loss is not None and trainer._logger_connector.should_update_logs:
+            pl_module.log("loss", self._sum_over_ranks(trainer, self._loss), prog_bar=True)
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """From here on ranks may be at different steps, so the state can no longer be gathered."""
+        self.broken = True
+
+    # -- validation ----------------------------------------------------------------------------------------------------
+
+    def on_validation_batch_start(
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Weigh what the user logs by the micro-batch's targets, so that its epoch mean is the mean over tokens."""
+        if self.val_feed is not None and self.val_feed.delivered:
+            results = trainer._results
+            assert results is not None
+            # Lightning averages the counts over ranks in whole numbers: times R, nothing is cut off.
+            results.batch_size = self.val_feed.delivered.popleft().targets * self.replicas
+
+    # -- counting ------------------------------------------------------------------------------------------------------
+
+    def _counted(self, micro: MicroBatch) -> int:
+        return micro.rows if self.loss_weight == "rows" else micro.targets
+
+    def _count_step(self, trainer: "pl.Trainer", micro: MicroBatch) -> int | Tensor:
+        """Return N: known from row counts where every row is full, otherwise summed over the ranks."""
+        if self.loss_weight == "rows":
+            return self.loader.slots.batch
+        if not self.loader.mask_first:
+            return self.loader.slots.batch * self.loader.seq_len
+        mine = torch.tensor(float(micro.step.rows.labels_count(mask_first=True)), device=trainer.strategy.root_device)
+        return self._sum_over_ranks(trainer, mine).clamp(min=1)
+
+    def _sum_over_ranks(self, trainer: "pl.Trainer", value: Tensor) -> Tensor:
+        if self.replicas == 1:
+            return value
+        total = trainer.strategy.reduce(value.clone(), reduce_op="sum")
+        assert isinstance(total, Tensor)
+        return total / (trainer.world_size // self.replicas)  # ranks that share a data rank count once

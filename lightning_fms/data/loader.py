@@ -1,0 +1,285 @@
+"""The loader of one data rank: endless micro-batches, and a state that any number of ranks can go on from.
+
+Usable without Lightning: one process a rank, or, for tests and audits, many ranks in one process. Nothing is communicated:
+every rank computes its own rows, and all ranks yield the same number of micro-batches by construction.
+"""
+
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from lightning_fms.data.cursor import VERSION, Columns, State, check_same_run, make_state
+from lightning_fms.data.mixture import History, parse, resume
+from lightning_fms.data.packing import Batch, collate
+from lightning_fms.data.slots import Slots
+from lightning_fms.data.sources import Listing, open_sources
+from lightning_fms.data.stream import Recipe, skip_flight
+from lightning_fms.data.tokenizer import open_tokenizer
+from lightning_fms.data.workers import Step, steps
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch and what a training loop needs to know about it.
+
+    batch: the tensors. targets: labels that count in it, 0 where it only repeats a row. rows: its real rows, likewise.
+    step: the step it belongs to. last: whether it is the step's last.
+    """
+
+    batch: Batch
+    targets: int
+    rows: int
+    step: Step = field(repr=False)
+    last: bool = False
+
+
+class StreamLoader:
+    """Stream documents as packed micro-batches of one data rank.
+
+    Args:
+        sources: `{name: path, glob, folder or list}`, or `{name: {"path": ..., "weight": ..., "text_key": ..., "split": ...}}`;
+            a path may also be an object that implements `Source`.
+        seq_len: T, tokens of a row.
+        global_batch_size: B, rows of a global batch over all ranks; may change at resume.
+        micro_batch_size: Most rows that fit on a device at once; `None` takes all rows of the rank.
+        tokenizer: `"bytes"`, a path to a `tokenizers` JSON file or folder, or an object that implements `Tokenizer`.
+        mixture: Shares of tokens, `{source: weight}` or `{first row: {source: weight}}`; `None` shares by bytes.
+        packing: `"concat"`: documents in one line, cut every T tokens.
+        seed: Seed of every order; the run's, fixed.
+        rank: This data rank.
+        world_size: W, number of data ranks; may change at resume.
+        num_workers: Worker processes of this rank; 0 produces in this process; may change at resume.
+        num_streams: S, logical streams, fixed when the run starts; `None` is the global batch size of the start. The most
+            ranks that the run can ever use.
+        shuffle_window: Documents permuted together; a change takes effect where a stream starts its next epoch.
+        eos: Whether a document ends with EOS.
+        bos: Whether a document begins with BOS.
+        mask_first: Whether the first token of a document is no target.
+        max_document_tokens: Longer documents are cut; `None` never cuts.
+        max_epochs: `{source: epochs}` after which it is no longer drawn; at least one source has no entry.
+        multiprocessing_context: Start method of the workers; `None` is the platform's default.
+        state: A merged state to go on from (see `merge_states`).
+
+    Raises:
+        ValueError: If an argument is impossible, a source cannot be opened, or the state is of another run.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        seq_len: int,
+        global_batch_size: int,
+        micro_batch_size: int | None = None,
+        tokenizer: Any = "bytes",
+        mixture: Mapping | None = None,
+        packing: Literal["concat"] = "concat",
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        num_streams: int | None = None,
+        shuffle_window: int = 4096,
+        eos: bool = True,
+        bos: bool = False,
+        mask_first: bool = False,
+        max_document_tokens: int | None = None,
+        max_epochs: Mapping[str, int] | None = None,
+        multiprocessing_context: str | None = None,
+        state: State | None = None,
+    ) -> None:
+        _check_positive(seq_len=seq_len, shuffle_window=shuffle_window, max_document_tokens=max_document_tokens)
+        if packing != "concat":
+            raise ValueError(f"packing={packing!r} must be 'concat'")
+        if num_workers < 0:
+            raise ValueError(f"num_workers={num_workers} must be at least 0")
+        self.tokenizer = open_tokenizer(tokenizer)
+        if bos and self.tokenizer.bos_id is None:
+            raise ValueError("bos=true needs a tokenizer with a BOS token, and this one has none; set bos=false")
+        self._sources, weights = open_sources(sources)
+        if weights and mixture is not None:
+            raise ValueError("weights are given both in sources and in mixture; give them in one place")
+        sizes = {name: source.listing.total_bytes for name, source in self._sources.items()}
+        self._wanted = parse(mixture if mixture is not None else (weights or None), sizes)
+        self._max_epochs = _checked_caps(dict(max_epochs or {}), list(self._sources))
+        self._asked_streams = num_streams
+        self.seq_len, self.seed, self.mask_first = seq_len, seed, mask_first
+        self._documents: dict[str, Any] = {
+            "shuffle_window": shuffle_window,
+            "eos": eos,
+            "bos": bos,
+            "max_document_tokens": max_document_tokens,
+        }
+        self._workers, self._context = num_workers, multiprocessing_context
+        self._rank: dict[str, Any] = {
+            "batch": global_batch_size,
+            "world": world_size,
+            "rank": rank,
+            "micro": micro_batch_size,
+        }
+        self._running: Generator[MicroBatch, None, None] | None = None
+        self._begin(state)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self, state: State | None) -> None:
+        saved = state["header"] if state else None
+        streams = self._asked_streams or (saved["num_streams"] if saved else self._rank["batch"])
+        self.slots = Slots(streams=streams, **self._rank)
+        window, names = self._documents["shuffle_window"], list(self._sources)
+        self.skipped_documents = 0
+        if saved is None or state is None:
+            self._first_row, history = 0, self._wanted
+            self._columns = Columns(names)
+            rows = self._columns.fresh(streams, window)
+        else:
+            check_same_run(saved, {"seed": self.seed, "num_streams": streams, "listings": self._listings()})
+            self._first_row = saved["row"]
+            past: History = [(first, weights) for first, weights in saved["mixture"]]
+            history = resume(past, self._wanted, self._first_row)
+            self._columns = Columns(saved["sources"] + [name for name in names if name not in saved["sources"]])
+            rows = self._columns.adopt(_complete_rows(state), saved["sources"], window)
+            if saved["tokenizer"] != self.tokenizer.fingerprint:
+                self.skipped_documents = skip_flight(rows, self._columns)
+        self._recipe = Recipe(
+            self._sources, self._columns, self.tokenizer, history, self.seq_len, self.seed, streams,
+            max_epochs=self._max_epochs, **self._documents,
+        )  # fmt: skip
+        self._owned = self.slots.owned()
+        self._rows = rows[self._owned]
+
+    def _listings(self) -> dict[str, dict[str, Any]]:
+        return {
+            name: {"digest": s.listing.digest, "files": len(s.listing.names), "bytes": s.listing.total_bytes}
+            for name, s in self._sources.items()
+        }
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "row": self._first_row,
+            "seed": self.seed,
+            "num_streams": self.slots.streams,
+            "accumulate": self.slots.accumulate,
+            "seq_len": self.seq_len,
+            "sources": list(self._columns.sources),
+            "listings": self._listings(),
+            "mixture": [[first, dict(weights)] for first, weights in self._recipe.history],
+            "tokenizer": self.tokenizer.fingerprint,
+            "packing": "concat",
+            "mask_first": self.mask_first,
+            "max_epochs": dict(self._max_epochs),
+            **self._documents,
+        }
+
+    def state_dict(self) -> State:
+        """Return this rank's part of the state, as of the last global batch all of whose micro-batches were taken."""
+        return make_state(self._header(), self._owned, self._rows)
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from a merged state.
+
+        Raises:
+            ValueError: If the state is of another run, or lacks streams.
+            RuntimeError: If this loader is being iterated: the batches on their way would be lost.
+        """
+        if self._running is not None:
+            raise RuntimeError(
+                "load_state_dict on a loader that is being iterated; load the state first, or make a new loader"
+            )
+        self._begin(state)
+
+    def apply(self, step: Step) -> None:
+        """Count a step as taken."""
+        self._first_row = step.first_row + self.slots.batch
+        self._rows[(step.streams - self.slots.rank) // self.slots.world] = step.states
+
+    def listing(self, name: str) -> Listing:
+        """Return the files of a source."""
+        return self._sources[name].listing
+
+    def mix_report(self) -> dict[str, dict[str, float]]:
+        """Return, by source, this rank's `share` of tokens so far, its `target` share, mean `epoch`, and `tokens`."""
+        columns, report = self._columns, {}
+        tokens = self._rows[:, columns.tokens].sum(axis=0)
+        target = self._recipe.weights(self._first_row)
+        epochs = self._rows[:, columns.epoch].mean(axis=0)
+        for i, name in enumerate(columns.sources):
+            share = float(tokens[i] / max(1, tokens.sum()))
+            report[name] = {
+                "share": share, "target": float(target[i]), "epoch": float(epochs[i]), "tokens": float(tokens[i])
+            }  # fmt: skip
+        return report
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield micro-batches without end; a new iteration goes on behind the last global batch taken."""
+        for micro in self.micro_batches():
+            if micro.last:
+                self.apply(micro.step)
+            yield micro.batch
+
+    def micro_batches(self) -> Generator[MicroBatch, None, None]:
+        """Yield micro-batches with what belongs to them; the caller counts steps by `apply`."""
+        self.close()
+        self._running = self._micro_batches()
+        return self._running
+
+    def close(self) -> None:
+        """End the iteration and its workers; what was not taken will be read again."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def _micro_batches(self) -> Generator[MicroBatch, None, None]:
+        arriving = steps(self._recipe, self.slots, self._first_row, self._rows.copy(), self._workers, self._context)
+        ahead: deque[Step] = deque()
+        size = self.slots.micro_rows
+        while True:
+            step = ahead.popleft() if ahead else next(arriving)
+            parts = self.slots.split(len(step.rows))
+            for k, part in enumerate(parts):
+                rows = step.rows.take(np.arange(part.start, part.stop))
+                targets = rows.labels_count(self.mask_first)
+                if len(rows) == 0:  # nothing to learn from here, but the device needs a row: show the next one
+                    rows = _peek(ahead, arriving)
+                batch = collate(rows, size, self.mask_first)
+                yield MicroBatch(batch, targets, part.stop - part.start, step, last=k == len(parts) - 1)
+
+
+def _peek(ahead: deque[Step], arriving: Iterator[Step]) -> Any:
+    """Return the rank's next real row without consuming it."""
+    while not any(len(step.rows) for step in ahead):
+        ahead.append(next(arriving))
+    return next(step.rows for step in ahead if len(step.rows)).take(np.array([0]))
+
+
+def _complete_rows(state: State) -> np.ndarray:
+    """Return the rows of all streams, in order (int64 `[S, K]`)."""
+    streams, expected = state["streams"].numpy(), state["header"]["num_streams"]
+    if len(streams) != expected or not np.array_equal(np.sort(streams), np.arange(expected)):
+        raise ValueError(
+            f"the data state holds {len(streams)} of {expected} streams: it is one rank's part; merge all ranks' with merge_states"
+        )
+    return state["rows"].numpy()[np.argsort(streams)]
+
+
+def _check_positive(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def _checked_caps(caps: dict[str, int], sources: list[str]) -> dict[str, int]:
+    for name, epochs in caps.items():
+        if name not in sources:
+            raise ValueError(f"max_epochs names unknown source {name!r}; the sources are {sorted(sources)}")
+        _check_positive(**{f"max_epochs[{name!r}]": epochs})
+    if caps and set(caps) == set(sources):
+        raise ValueError(
+            f"max_epochs={caps} limits every source, so the data would end; leave one source without a limit"
+        )
+    return caps

@@ -1,0 +1,242 @@
+"""The data module: the loader inside a Lightning `Trainer`, under any strategy.
+
+It takes the data rank from the strategy, tells the trainer how many micro-batches make a step, puts a `LoaderLink` in front
+of the callbacks, and keeps one state for all ranks in the checkpoint.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+
+from lightning_fms.data.cursor import State, merge_states
+from lightning_fms.data.feed import Feed
+from lightning_fms.data.link import LoaderLink, LossWeight
+from lightning_fms.data.loader import StreamLoader
+from lightning_fms.data.tokenizer import Tokenizer, open_tokenizer
+
+
+class RescalableDataModule(pl.LightningDataModule):
+    """Stateful streaming data that goes on with any number of ranks.
+
+    The content of every global batch is the same on any number of ranks, workers and micro-batches. A checkpoint of one
+    run resumes on another number of ranks through `Trainer.fit(ckpt_path=...)`: nothing is read twice, nothing skipped.
+
+    Args:
+        sources: Training sources; see `StreamLoader`, which takes the further `loader_options`.
+        seq_len: T, tokens of a row.
+        global_batch_size: B, rows of a step over all ranks and micro-batches.
+        micro_batch_size: Most rows that fit on a device at once; `None` takes all rows of a rank. The trainer's
+            `accumulate_grad_batches` follows from it.
+        tokenizer: `"bytes"`, a path, or a `Tokenizer`.
+        val_sources: Validation sources, in the form of `sources`; `None` does not validate.
+        val_steps: Global batches of a validation, the same rows every time.
+        val_every_n_steps: Optimizer steps between validations; `None` leaves the trainer's setting.
+        steps_per_epoch: Optimizer steps of what Lightning calls an epoch; `None` is the trainer's `max_steps`.
+        loss_weight: `"tokens"`: a micro-batch's gradient counts by its labels that are not -100, so that a step equals that
+            of one process with the whole batch. `"rows"`: by its rows. `"none"`: the loss is left as it is.
+        rank: Data rank, where no strategy says it.
+        world_size: Number of data ranks, where no strategy says it.
+        mixture, packing, seed, num_workers, num_streams, shuffle_window, eos, bos, mask_first, max_document_tokens,
+            max_epochs, multiprocessing_context: See `StreamLoader`.
+
+    Raises:
+        ValueError: If an argument is impossible, or does not agree with the trainer's.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        seq_len: int,
+        global_batch_size: int,
+        micro_batch_size: int | None = None,
+        tokenizer: Any = "bytes",
+        mixture: Mapping | None = None,
+        packing: Literal["concat"] = "concat",
+        seed: int = 0,
+        num_workers: int = 0,
+        num_streams: int | None = None,
+        shuffle_window: int = 4096,
+        eos: bool = True,
+        bos: bool = False,
+        mask_first: bool = False,
+        max_document_tokens: int | None = None,
+        max_epochs: Mapping[str, int] | None = None,
+        multiprocessing_context: str | None = None,
+        val_sources: Mapping[str, Any] | None = None,
+        val_steps: int = 8,
+        val_every_n_steps: int | None = None,
+        steps_per_epoch: int | None = None,
+        loss_weight: LossWeight = "tokens",
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        super().__init__()
+        counts = {"val_steps": val_steps, "val_every_n_steps": val_every_n_steps, "steps_per_epoch": steps_per_epoch}
+        for name, value in counts.items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        if loss_weight not in ("tokens", "rows", "none"):
+            raise ValueError(f"loss_weight={loss_weight!r} must be 'tokens', 'rows' or 'none'")
+        self.val_steps, self.val_every_n_steps, self.steps_per_epoch = val_steps, val_every_n_steps, steps_per_epoch
+        self.loss_weight, self._val_sources = loss_weight, val_sources
+        self._data_rank: dict[str, Any] = {"rank": rank, "world_size": world_size}
+        self.tokenizer: Tokenizer = open_tokenizer(tokenizer)
+        self._everywhere: dict[str, Any] = {
+            "seq_len": seq_len, "global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size,
+            "tokenizer": self.tokenizer, "packing": packing, "seed": seed, "shuffle_window": shuffle_window,
+            "eos": eos, "bos": bos, "mask_first": mask_first, "max_document_tokens": max_document_tokens,
+        }  # fmt: skip
+        self._training: dict[str, Any] = {
+            "sources": sources, "mixture": mixture, "num_workers": num_workers, "num_streams": num_streams,
+            "max_epochs": max_epochs, "multiprocessing_context": multiprocessing_context,
+        }  # fmt: skip
+        self.loader: StreamLoader | None = None
+        self._feed: Feed | None = None
+        self._val_feed: Feed | None = None
+        self._link: LoaderLink | None = None
+        self._served: pl.Trainer | None = None
+
+    # -- Lightning's hooks ---------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Build the loaders for the trainer's data rank, and tell the trainer what follows from them."""
+        trainer = self.trainer
+        if trainer is not None:
+            kwargs = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+            self._data_rank = {"rank": kwargs["rank"], "world_size": kwargs["num_replicas"]}
+        if self._val_sources is not None:
+            val = StreamLoader(sources=self._val_sources, **self._data_rank, **self._everywhere)
+            self._val_feed = Feed(val, self.val_steps * val.slots.accumulate, rewind=True)
+        goes_on = self._served is trainer and trainer is not None and trainer.global_step > 0
+        if stage == "fit" and not (goes_on and self.loader is not None):
+            self.loader = StreamLoader(**self._training, **self._data_rank, **self._everywhere)
+        self._served = trainer
+        if trainer is not None:
+            self._join(trainer, stage)
+
+    def train_dataloader(self) -> Feed:
+        """Return the micro-batches of this rank."""
+        assert self._feed is not None, "Lightning calls setup first"
+        return self._feed
+
+    def val_dataloader(self) -> Feed | list:
+        """Return the validation micro-batches of this rank; the same ones every time."""
+        return self._val_feed if self._val_feed is not None else []
+
+    def teardown(self, stage: str) -> None:
+        """End the worker processes."""
+        for feed in (self._feed, self._val_feed):
+            if feed is not None:
+                feed.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all ranks as of the last trained step; collective where there are several ranks."""
+        if self.loader is None:
+            return {}
+        mine = self.loader.state_dict()
+        if self._link is not None and self._link.broken:
+            return {**mine, "broken": True}
+        if self.loader.slots.world == 1 or not dist.is_initialized():
+            return mine
+        everyone: list[State] = [mine] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return merge_states(everyone)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on behind the last trained step of a checkpoint, whatever number of ranks wrote it.
+
+        Raises:
+            ValueError: If the state is of another run, or was saved after an exception on one of several ranks.
+        """
+        assert self.loader is not None, "Lightning calls setup first"
+        assert self._link is not None, "Lightning calls setup first"
+        if state_dict.get("broken") and len(state_dict["streams"]) < state_dict["header"]["num_streams"]:
+            raise ValueError(
+                "the checkpoint was written after an exception, when the ranks no longer agreed on a step, so its data "
+                "position holds one rank only; resume from an earlier checkpoint"
+            )
+        self.loader.load_state_dict(state_dict)
+        self._link.resumed_accumulate = state_dict["header"]["accumulate"]
+
+    # -- what others may ask -------------------------------------------------------------------------------------------
+
+    @property
+    def report(self) -> list[str]:
+        """What is streamed, a line each."""
+        if self.loader is None:
+            return ["data: not set up yet"]
+        slots = self.loader.slots
+        lines = [
+            f"data: {slots.batch} rows of {self.loader.seq_len:,} tokens a step, {slots.streams} streams, "
+            f"{slots.world} data rank(s) x {slots.accumulate} micro-batch(es) of {slots.micro_rows} row(s)"
+        ]
+        for name, entry in self.mix_report().items():
+            listing = self.loader.listing(name)
+            lines.append(
+                f"  source {name}: {len(listing.names):,} files, {listing.total_bytes / 1e6:,.1f} MB, "
+                f"{entry['target']:.1%} of the tokens, epoch {entry['epoch']:.2f}"
+            )
+        return lines
+
+    def mix_report(self) -> dict[str, dict[str, float]]:
+        """Return, by source, this rank's `share` of tokens so far, its `target` share, mean `epoch`, and `tokens`."""
+        return self.loader.mix_report() if self.loader is not None else {}
+
+    # -- joining the trainer -------------------------------------------------------------------------------------------
+
+    def _join(self, trainer: pl.Trainer, stage: str) -> None:
+        callbacks = _callbacks(trainer)
+        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, LoaderLink)]
+        previous, self._link = self._link, None
+        loader = self.loader if stage == "fit" else (self._val_feed.loader if self._val_feed else None)
+        if loader is None:
+            return
+        self._feed = (
+            Feed(loader, self._epoch_steps(trainer) * loader.slots.accumulate) if stage == "fit" else Feed(loader, 0)
+        )
+        self._link = LoaderLink(loader, self._feed, loader.slots.world, self.loss_weight)
+        self._link.val_feed = self._val_feed
+        callbacks.insert(0, self._link)
+        if stage != "fit":
+            return
+        self._set_accumulation(trainer, loader.slots.accumulate, previous)
+        if self.val_every_n_steps is not None:
+            trainer.val_check_interval = self.val_every_n_steps * loader.slots.accumulate
+            trainer.check_val_every_n_epoch = None
+
+    def _epoch_steps(self, trainer: pl.Trainer) -> int:
+        if self.steps_per_epoch is not None:
+            return self.steps_per_epoch
+        if trainer.max_steps < 1:
+            raise ValueError(
+                f"the data has no end, and neither Trainer(max_steps={trainer.max_steps}) nor steps_per_epoch says when an "
+                "epoch ends; set one of them"
+            )
+        return trainer.max_steps
+
+    def _set_accumulation(self, trainer: pl.Trainer, accumulate: int, previous: LoaderLink | None) -> None:
+        ours = previous.loader.slots.accumulate if previous is not None else 1
+        if trainer.accumulate_grad_batches not in (1, accumulate, ours):
+            raise ValueError(
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) does not agree with the data: a global "
+                f"batch makes {accumulate} micro-batch(es) here; leave it at 1 and set global_batch_size and micro_batch_size"
+            )
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in _callbacks(trainer)):
+            raise ValueError(
+                "GradientAccumulationScheduler changes what a step is, and the data module decides that; remove the callback "
+                "and set global_batch_size and micro_batch_size"
+            )
+        if accumulate > 1 and not trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                f"manual optimization gets a whole step at once, but a global batch makes {accumulate} micro-batches here; set "
+                "micro_batch_size=None, or a smaller global_batch_size"
+            )
+        trainer.accumulate_grad_batches = accumulate
+
+
+def _callbacks(trainer: pl.Trainer) -> list[Callback]:
+    """Return the trainer's own list of callbacks."""
+    return vars(trainer)["callbacks"]

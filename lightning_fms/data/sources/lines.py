@@ -1,0 +1,139 @@
+"""Files made of lines: JSON lines, and plain text.
+
+Lines end at the byte `\\n` and at nothing else: U+2028, U+0085 and a lone carriage return are ordinary characters, which
+`str.splitlines` would break records at. A carriage return before the newline and a byte-order mark at the start of a file
+are not part of a document. Empty lines are no documents.
+"""
+
+import json
+from typing import Literal
+
+import numpy as np
+
+from lightning_fms.data.sources.files import FileReader
+from lightning_fms.data.sources.listing import Listing, Paths, list_files
+from lightning_fms.data.sources.source import Document, DocumentError, Window
+
+BLOCK_BYTES = 64 << 10
+"""Size of a plain-text document when `split="block"`: long enough for context, short enough to spread over streams."""
+
+_NEWLINE, _RETURN = 10, 13
+_BOM = b"\xef\xbb\xbf"
+
+
+class _Lines:
+    """Finds and reads lines; what a line means is up to the subclass."""
+
+    listing: Listing
+
+    def __init__(self, paths: Paths) -> None:
+        self.listing = list_files(paths)
+        self._files = FileReader()
+
+    def window(self, file: int, start: int, stop: int) -> Window:
+        """Find the lines that start in bytes `[start, stop)`; the last one may end beyond."""
+        path = self.listing.path(file)
+        before = 1 if start else 0  # the byte before tells whether a line starts at `start`
+        data = np.frombuffer(self._files.read(path, start - before, stop - start + before), dtype=np.uint8)
+        newlines = np.flatnonzero(data == _NEWLINE) - before
+        starts = newlines + 1 if start else np.concatenate(([0], newlines + 1))
+        starts = starts[starts < stop - start]
+        if len(starts) == 0:
+            return Window(np.empty(0, np.uint32), np.empty(0, np.uint32))
+        ends = newlines[np.searchsorted(newlines, starts[:-1])] if len(starts) > 1 else starts[:0]
+        after = newlines[newlines >= starts[-1]]
+        last = int(after[0]) if len(after) else self._files.find_newline(path, stop) - start
+        ends = np.append(ends, last)
+        returned = (
+            (ends > starts)
+            & (ends <= stop - start)
+            & (data[np.minimum(ends - 1, stop - start - 1) + before] == _RETURN)
+        )
+        lengths = ends - returned - starts
+        filled = lengths > 0
+        return Window(starts[filled].astype(np.uint32), lengths[filled].astype(np.uint32))
+
+    def _text(self, file: int, start: int, length: int) -> str:
+        data = self._files.read(self.listing.path(file), start, length)
+        if start == 0:
+            data = data.removeprefix(_BOM)
+        try:
+            return data.decode().removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise DocumentError(
+                f"{self.listing.path(file)}: byte {start + error.start} is not valid UTF-8 ({error.reason}); "
+                "convert the file to UTF-8"
+            ) from None
+
+
+class JsonLines(_Lines):
+    """JSON lines: one object a line, its text under one key.
+
+    Args:
+        paths: File, folder, glob or list of them.
+        text_key: Key of the text.
+    """
+
+    def __init__(self, paths: Paths, text_key: str = "text") -> None:
+        super().__init__(paths)
+        self.text_key = text_key
+
+    def read(self, file: int, start: int, length: int) -> Document:
+        """Read the text of the record that starts at byte `start`."""
+        line = self._text(file, start, length)
+        where = f"{self.listing.path(file)}: the record at byte {start}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DocumentError(f"{where} is not valid JSON ({error.msg} at character {error.pos})") from None
+        if not isinstance(record, dict):
+            raise DocumentError(f"{where} is a {type(record).__name__}, not an object with a key {self.text_key!r}")
+        if self.text_key not in record:
+            keys = ", ".join(map(repr, record)) or "none"
+            raise DocumentError(f"{where} has no key {self.text_key!r}; it has {keys}: set text_key to one of them")
+        text = record[self.text_key]
+        if not isinstance(text, str):
+            raise DocumentError(f"{where} has {self.text_key!r} of type {type(text).__name__}; it must be a string")
+        return text
+
+
+class Text(_Lines):
+    """Plain text.
+
+    Args:
+        paths: File, folder, glob or list of them.
+        split: `"block"`: pieces of about 64 KiB that end at a newline; nothing is lost between them, and a smaller file is one
+            document. `"line"`: every line is a document.
+
+    Raises:
+        ValueError: For another `split`.
+    """
+
+    def __init__(self, paths: Paths, split: Literal["block", "line"] = "block") -> None:
+        if split not in ("block", "line"):
+            raise ValueError(f"split={split!r} must be 'block' or 'line'")
+        super().__init__(paths)
+        self.split = split
+
+    def window(self, file: int, start: int, stop: int) -> Window:
+        """Find the documents that start in bytes `[start, stop)`."""
+        if self.split == "line":
+            return super().window(file, start, stop)
+        # A block starts at the first line that starts at or after a multiple of the block size.
+        path, size = self.listing.path(file), int(self.listing.sizes[file])
+        marks = range(start // BLOCK_BYTES * BLOCK_BYTES, size + BLOCK_BYTES, BLOCK_BYTES)
+        starts: list[int] = []
+        ends: list[int] = []
+        for mark in marks:
+            first = min(self._files.find_newline(path, mark - 1) + 1, size) if 0 < mark < size else min(mark, size)
+            if starts and len(ends) < len(starts) and first > starts[-1]:
+                ends.append(first)
+            if first >= stop:
+                break
+            if first >= start and (not starts or first > starts[-1]):
+                starts.append(first)
+        return Window(np.array(starts, np.uint32) - np.uint32(start), np.array(np.subtract(ends, starts), np.uint32))
+
+    def read(self, file: int, start: int, length: int) -> Document:
+        """Read the text that starts at byte `start`."""
+        return self._text(file, start, length)

@@ -1,0 +1,149 @@
+"""Text to tokens: built in the process that uses it, never before a fork.
+
+A tokenizer is named, not passed around: the object here holds the name and builds the real thing on first use, so worker
+processes start with nothing but a path. Its fingerprint goes into the state, so that a run that goes on with another
+tokenizer knows.
+"""
+
+import json
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from tokenizers import Tokenizer as HfTokenizer
+
+_EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "[SEP]")
+_BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "[CLS]")
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the loader needs of a tokenizer; any object with these works.
+
+    vocab_size: ids are below it. eos_id, bos_id: special ids, or `None`. fingerprint: changes when the ids change.
+    """
+
+    vocab_size: int
+    eos_id: int | None
+    bos_id: int | None
+    fingerprint: str
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the token ids of a text, without special tokens (1-D integer array)."""
+        ...
+
+    def decode(self, ids: Any) -> str:
+        """Return the text of token ids."""
+        ...
+
+
+class ByteTokenizer:
+    """A token a byte of UTF-8; 256 ends a document."""
+
+    vocab_size = 257
+    eos_id: int | None = 256
+    bos_id: int | None = None
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the bytes of a text as ids."""
+        return np.frombuffer(text.encode("utf-8", errors="surrogatepass"), dtype=np.uint8)
+
+    def decode(self, ids: Any) -> str:
+        """Return the text of ids; the end of a document shows as a blank line."""
+        ids = np.asarray(ids).ravel()
+        parts = np.split(ids, np.flatnonzero(ids == self.eos_id))
+        return "\n\n".join(part[part < 256].astype(np.uint8).tobytes().decode(errors="replace") for part in parts)
+
+
+class JsonTokenizer:
+    """A `tokenizers` JSON file, or a Hugging Face folder with one.
+
+    Args:
+        path: `tokenizer.json`, or the folder that holds it (then `tokenizer_config.json` names the special tokens).
+
+    Raises:
+        ValueError: If there is no such file or it is no tokenizer.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path).expanduser()
+        self.path = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            data = self.path.read_bytes()
+        except OSError as error:
+            raise ValueError(
+                f"tokenizer={str(path)!r}: cannot be read ({error.strerror}); "
+                "give 'bytes', a tokenizers JSON file, or a folder that holds tokenizer.json"
+            ) from None
+        names = _special_names(self.path.parent / "tokenizer_config.json") if path.is_dir() else {}
+        self._built: HfTokenizer | None = None
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.eos_id = self._special("eos_token", names, _EOS_NAMES)
+        self.bos_id = self._special("bos_token", names, _BOS_NAMES)
+        self.fingerprint = blake2b(data, digest_size=16).hexdigest()
+        self._built = None  # the next user, perhaps a worker, builds its own
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text, without special tokens."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: Any) -> str:
+        """Return the text of ids, special tokens included."""
+        return self._tokenizer.decode([int(i) for i in np.asarray(ids).ravel()], skip_special_tokens=False)
+
+    @property
+    def _tokenizer(self) -> HfTokenizer:
+        if self._built is None:
+            try:
+                self._built = HfTokenizer.from_file(str(self.path))
+            except Exception as error:  # the library raises bare Exception
+                raise ValueError(f"tokenizer={str(self.path)!r}: not a tokenizers JSON file ({error})") from None
+        return self._built
+
+    def _special(self, role: str, names: dict[str, str], usual: tuple[str, ...]) -> int | None:
+        for name in [names[role]] if role in names else usual:
+            if (found := self._tokenizer.token_to_id(name)) is not None:
+                return found
+        return None
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_built": None}
+
+
+def _special_names(config: Path) -> dict[str, str]:
+    if not config.is_file():
+        return {}
+    try:
+        settings = json.loads(config.read_text())
+    except ValueError as error:
+        raise ValueError(f"{config}: not valid JSON ({error})") from None
+    names = {}
+    for role in ("eos_token", "bos_token"):
+        token = settings.get(role)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            names[role] = token
+    return names
+
+
+def open_tokenizer(tokenizer: Any) -> Tokenizer:
+    """Return the tokenizer that a `tokenizer` argument stands for.
+
+    Args:
+        tokenizer: `"bytes"`, a path (see `JsonTokenizer`), or an object with the methods of `Tokenizer`.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if tokenizer == "bytes":
+        return ByteTokenizer()
+    if isinstance(tokenizer, (str, Path)):
+        return JsonTokenizer(tokenizer)
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    raise ValueError(
+        f"tokenizer={tokenizer!r} must be 'bytes', a path to a tokenizers JSON file or folder, or an object with "
+        "encode, decode, vocab_size, eos_id, bos_id and fingerprint"
+    )
