@@ -1,0 +1,277 @@
+"""From a config to a trained model: the only place that instantiates.
+
+The parts know nothing of each other and nothing of Hydra; here they meet. In this order, so that a mistake costs
+seconds and leaves nothing behind: find what to resume, check the config, reserve the run's folder, build, train.
+"""
+
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from lightning_fms.config_check import MISSING, ConfigError, check_targets
+from lightning_fms.ranks import agree, is_child, launcher
+from lightning_fms.run_folder import RunRecord, attempts, discard, find, is_run, locate, newest_checkpoint, reserve
+
+VOCAB = "model.net.vocab_size"
+# What Lightning tells every user at every start, and what a product would not show.
+_NOISE = (
+    r".*does not have many workers which may be a bottleneck.*",
+    r".*Checkpoint directory .* exists and is not empty.*",
+    r".*No device id is provided via `init_process_group`.*",
+    r".*You have overridden `on_before_backward`.*",
+    r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
+    r".*The `srun` command is available on your system but is not used.*",
+)
+
+
+def train(cfg: DictConfig, overrides: list[str]) -> L.Trainer:
+    """Train as the config says.
+
+    Args:
+        cfg: the composed `train` config.
+        overrides: the command line that it was composed from.
+
+    Returns:
+        The trainer, after the fit.
+
+    Raises:
+        ConfigError: for a mistake in the config, before anything is built.
+        ValueError: for a value that a part refuses.
+    """
+    quiet()
+    former = agree("resume", lambda: _find_former(cfg))
+    if former["run"] and "experiment" not in _choices():
+        cfg, overrides = _recompose(Path(former["run"]), overrides)
+    check(cfg)
+    fresh = former["run"] is None
+    folder = Path(agree("folder", lambda: str(_reserve(cfg))) if fresh else former["run"])
+    try:
+        return _fit(cfg, overrides, folder, former["checkpoint"])
+    except BaseException:
+        if fresh and not is_child() and _first_rank():
+            discard(folder)
+        raise
+
+
+def check(cfg: DictConfig) -> None:
+    """Check a config without building anything.
+
+    Raises:
+        ConfigError: a key, a type or a combination that cannot work.
+    """
+    if OmegaConf.is_missing(cfg.paths, "run"):
+        cfg = cfg.copy()
+        cfg.paths.run = str(Path(cfg.paths.root) / cfg.name / "new")
+    missing = [key for key in OmegaConf.missing_keys(cfg) if key != VOCAB]
+    if missing:
+        key = min(missing)
+        raise ConfigError(f"{key} is missing: give {key}=<value>")
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(plain, dict)
+    check_targets(plain, supplied={VOCAB, *_filled_in(plain)})
+    _check_resume(cfg)
+    _check_processes(cfg)
+
+
+def _filled_in(plain: Mapping[str, Any]) -> Iterator[str]:
+    # Partials in a model's arguments are completed by the model.
+    yield from (f"model.{key}" for key in ("optimizer", "scheduler") if plain["model"].get(key, MISSING) == MISSING)
+
+
+def _check_resume(cfg: DictConfig) -> None:
+    if cfg.resume is not None and not isinstance(cfg.resume, str):
+        raise ConfigError(f"resume={cfg.resume}: give auto, null, or the path of a checkpoint or of a run")
+
+
+def devices_asked(trainer: DictConfig) -> int:
+    """How many devices a trainer config means on this node, as far as can be known before it is built."""
+    devices = trainer.get("devices", "auto")
+    if OmegaConf.is_list(devices):
+        return len(devices)
+    if isinstance(devices, str) and "," in devices:
+        return len([part for part in devices.split(",") if part.strip()])
+    if devices in ("auto", -1, "-1", None):
+        on_gpu = trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        return torch.cuda.device_count() if on_gpu else 1
+    if not str(devices).lstrip("-").isdecimal() or int(devices) < 1:
+        raise ConfigError(f"trainer.devices={devices}: give a number of devices, a list of their indices, or auto")
+    return int(devices)
+
+
+def _check_processes(cfg: DictConfig) -> None:
+    processes = devices_asked(cfg.trainer) * cfg.trainer.get("num_nodes", 1)
+    if cfg.trainer.get("num_nodes", 1) > 1 and launcher() is None:
+        raise ConfigError(
+            f"trainer.num_nodes={cfg.trainer.num_nodes}: the nodes must be started together; "
+            "use torchrun --nnodes=... -m lightning_fms.train, or srun"
+        )
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        basic = HydraConfig.get().launcher._target_.endswith("BasicLauncher")
+        if basic and (processes > 1 or launcher() is not None):
+            raise ConfigError(
+                f"-m with {processes} processes a job: the basic launcher would run every job in every process; "
+                "use trainer.devices=1, or start one command a job"
+            )
+
+
+def _choices() -> list[str]:
+    """Groups in which the command line chose something."""
+    chosen = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return [override.lstrip("+~").split("=")[0].split("@")[0] for override in chosen]
+
+
+def _find_former(cfg: DictConfig) -> dict[str, str | None]:
+    """The run to go on with, and the checkpoint to load; runs on the first rank."""
+    if cfg.resume is None:
+        return {"run": None, "checkpoint": None}
+    if cfg.resume != "auto":
+        return {"run": None, "checkpoint": str(locate(Path(str(cfg.resume))))}
+    root = Path(cfg.paths.root)
+    if not OmegaConf.is_missing(cfg.paths, "run"):
+        run = Path(cfg.paths.run)
+        checkpoint = newest_checkpoint(run) if is_run(run) else None
+        found = (run, checkpoint) if checkpoint else None
+    else:
+        named = "experiment" in _choices() or "name" in _choices()
+        found = find(root, cfg.name if named else None)
+        if found is None and not named:
+            raise ConfigError(f"resume=auto: no run under {root}/ has a checkpoint; start one with experiment=<name>")
+    if found is None:
+        _say(f"resume=auto: no checkpoint of {cfg.name} under {root}/, so this run starts at step 0")
+        return {"run": None, "checkpoint": None}
+    _say(f"resume=auto: goes on from {found[1]}")
+    return {"run": str(found[0]), "checkpoint": str(found[1])}
+
+
+def _recompose(run: Path, overrides: list[str]) -> tuple[DictConfig, list[str]]:
+    """The config of a run with the command line on top."""
+    keys = {_key(override) for override in overrides}
+    before = [o for o in attempts(run)[-1]["overrides"] if _key(o) not in keys and _key(o) != "resume"]
+    merged = [*before, *overrides]
+    return compose("train", overrides=merged), merged
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").split("=")[0]
+
+
+def _reserve(cfg: DictConfig) -> Path:
+    if OmegaConf.is_missing(cfg.paths, "run"):
+        return reserve(Path(cfg.paths.root), cfg.name)
+    folder = Path(cfg.paths.run)
+    if is_run(folder):
+        raise ConfigError(f"paths.run={folder}: holds a run already; go on with resume=auto, or give another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _fit(cfg: DictConfig, overrides: list[str], folder: Path, checkpoint: str | None) -> L.Trainer:
+    with open_dict(cfg):
+        cfg.paths.run = str(folder)
+    L.seed_everything(cfg.seed, workers=True, verbose=False)
+    datamodule = instantiate(cfg.data, _convert_="all")
+    _fill_vocabulary(cfg, datamodule)
+    with torch.device("meta") if cfg.meta_init else nullcontext():
+        module = instantiate(cfg.model, _convert_="all")
+    trainer = _trainer(cfg, RunRecord(folder, cfg, overrides))
+    started = time.monotonic()
+    # weights_only: our checkpoints hold tensors and plain values.
+    trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint)
+    if trainer.is_global_zero:
+        print("\n".join(closing_lines(trainer, cfg, folder, time.monotonic() - started)), flush=True)
+    return trainer
+
+
+def _fill_vocabulary(cfg: DictConfig, datamodule: Any) -> None:
+    """Take the vocabulary's size from the tokenizer where the config leaves it open, and compare where it does not."""
+    size = getattr(getattr(datamodule, "tokenizer", None), "vocab_size", None)
+    net = OmegaConf.select(cfg, "model.net")
+    if not isinstance(net, DictConfig) or "vocab_size" not in net:
+        return
+    if not OmegaConf.is_missing(net, "vocab_size"):
+        if size is not None and net.vocab_size < size:
+            raise ConfigError(
+                f"{VOCAB}={net.vocab_size}: the tokenizer has {size} ids; leave it out, or give at least {size}"
+            )
+        return
+    if size is None:
+        raise ConfigError(
+            f"{VOCAB} is missing, and the data module has no tokenizer to take it from; give {VOCAB}=<value>"
+        )
+    net.vocab_size = size
+
+
+def _trainer(cfg: DictConfig, record: RunRecord) -> L.Trainer:
+    """The Trainer with everything that goes into it."""
+    callbacks = list(_instances(cfg.callbacks))
+    if "_target_" in cfg.kernels:
+        callbacks.insert(0, instantiate(cfg.kernels, _convert_="all"))
+    loggers = list(_instances(cfg.logger))
+    precision: dict[str, Any] = {"precision": cfg.precision.get("name")}
+    if "_target_" in cfg.precision:
+        precision = {"plugins": [instantiate(cfg.precision, _convert_="all")]}
+    return instantiate(
+        cfg.trainer,
+        strategy=instantiate(cfg.strategy, _convert_="all"),
+        callbacks=[record, *callbacks],
+        logger=loggers or False,
+        default_root_dir=str(record.folder),
+        _convert_="all",
+        **precision,
+    )
+
+
+def _instances(group: DictConfig | None) -> Iterator[Any]:
+    """The objects of a group `{name: node}`; a node that is null was taken out by the user."""
+    for node in (group or {}).values():
+        if node is not None:
+            yield instantiate(node, _convert_="all")
+
+
+def closing_lines(trainer: L.Trainer, cfg: DictConfig, folder: Path, seconds: float) -> list[str]:
+    """What a run says at its end: results, where they are, and three commands to try."""
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.endswith("loss")}
+    results = "".join(f", {name} {value:.4f}" for name, value in metrics.items())
+    experiment = HydraConfig.get().runtime.choices.get("experiment") if HydraConfig.initialized() else None
+    chosen = f"experiment={experiment} " if experiment else ""
+    checkpoint = newest_checkpoint(folder)
+    more = 2 * trainer.max_steps
+    return [
+        f"{trainer.global_step} steps, {seconds:.0f} s{results}",
+        f"  run         {folder}",
+        f"  checkpoint  {checkpoint or 'none'}",
+        "",
+        "Next:",
+        f"  tensorboard --logdir {cfg.paths.root}",
+        f"  fms-train resume=auto trainer.devices=2 trainer.max_steps={more}    # goes on where it ended, on two processes",
+        f"  fms-train -m {chosen}optimizer.lr=1e-3,3e-3    # a sweep",
+    ]
+
+
+def _first_rank() -> bool:
+    environment = launcher()
+    return environment is None or environment.global_rank() == 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def quiet() -> None:
+    """Silence what Lightning says to everybody."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message=message)
