@@ -1,0 +1,256 @@
+"""Committed checkpoints that load on any number of ranks: DCP for tensors, one plain object for the rest.
+
+PyTorch's distributed checkpoint (DCP) saves each rank's shards and reads any slice back, bit-exactly, on any mesh. It
+does not protect itself: overwriting in place and a kill, a flipped bit, a missing file all load silently. So it writes
+inside the commit protocol of `commit`, and a load verifies every byte before a weight is touched.
+
+    __{rank}_0.distcp, .metadata   tensors: `model.NAME`, `optimizer.INDEX.NAME.KEY`
+    state.pt                       everything else, from rank 0; plain types, read with weights_only=True
+    manifest.json, COMMIT          see `commit`
+
+All ranks call `save` and `load`. Every phase in which one rank alone can fail ends in an exchange of errors, so a full
+disk raises on all ranks instead of leaving the others in a barrier. Everything after the tensors are in the hands of
+`save` works on its arguments and on `group` alone: an asynchronous save is the same call in a thread, with tensors that
+were copied to the CPU and a gloo group of its own.
+"""
+
+import io
+import logging
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from lightning_fms.distributed import commit
+from lightning_fms.distributed.commit import CheckpointError
+
+log = logging.getLogger(__name__)
+STATE_FILE = "state.pt"
+
+
+def save(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
+    step: int,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write and commit a checkpoint. Called on all ranks with the same path; returns when it is durable.
+
+    Args:
+        path: target folder on a file system that all ranks share; overwritten safely if it is a checkpoint.
+        tensors: this rank's tensors; DTensors are saved as shards, others once.
+        state: everything else; rank 0's copy is saved.
+        step: optimizer steps done, the order among checkpoints.
+        group: process group for coordination; None is the default group, or one process without any.
+
+    Raises:
+        CheckpointError: a rank could not write; the target is untouched.
+        ValueError: the target is a folder that is no checkpoint.
+    """
+    rank = _rank(group)
+    everywhere(lambda: commit.check_target(path) if rank == 0 else None, group)
+    nonce = broadcast(os.urandom(4).hex(), group)
+    staging = commit.staging_folder(path, nonce)
+    try:
+        everywhere(lambda: staging.mkdir(parents=True) if rank == 0 else None, group)
+        everywhere(lambda: _write(staging, tensors, state, rank, group), group)
+        files = everywhere(lambda: commit.describe(staging, _own_files(staging, rank)), group)
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    merged = {name: entry for part in files for name, entry in part.items()}
+    everywhere(lambda: _commit(staging, path, merged, step) if rank == 0 else None, group)
+
+
+def read_metadata(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Names, global shapes and dtypes of a checkpoint's tensors."""
+    entries = _SafeReader(path).read_metadata().state_dict_metadata
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def load_tensors(path: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Read the named tensors in place, each rank its own slices. Verify first."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.load(dict(tensors), storage_reader=_SafeReader(path), process_group=group)
+
+
+def load_state(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """The part that is no tensor. With `weights_only` None or True no pickled code is executed.
+
+    Raises CheckpointError where it holds objects that need `weights_only=False`.
+    """
+    try:
+        return dict(torch.load(path / STATE_FILE, map_location="cpu", weights_only=weights_only is not False))
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path / STATE_FILE} holds objects of other classes ({str(error).strip().splitlines()[0]}). If you trust "
+            f"where it comes from, load it with `weights_only=False`; save plain types to avoid this"
+        ) from error
+
+
+def verify(path: Path, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """Check every byte of a committed checkpoint, the ranks sharing the files; see `commit.verify`."""
+    rank, world = _rank(group), dist.get_world_size(group) if dist.is_initialized() else 1
+    return everywhere(lambda: commit.verify(path, commit.listed_files(path)[rank::world]), group)[0]
+
+
+def is_committed(path: Path) -> bool:
+    """Whether the folder carries a COMMIT; its content is not checked."""
+    return (path / commit.COMMIT).is_file()
+
+
+def latest_committed(folder: str | Path) -> Path | None:
+    """The newest valid checkpoint directly inside a folder, or None where none was ever committed.
+
+    To be called on one process, whose answer the others take. Newest is by step; each candidate is verified in full,
+    and a damaged one is passed over for the next older one, with a word about it. A whole checkpoint that a crash left
+    under a hidden name is given its own.
+
+    Raises:
+        CheckpointError: there are committed checkpoints, but none is valid (starting afresh would hide the loss).
+    """
+    candidates = commit.committed(Path(folder))
+    for candidate in candidates:
+        try:
+            commit.verify(candidate)
+        except (CheckpointError, OSError) as error:
+            log.warning(f"passing over a damaged checkpoint: {error}")
+        else:
+            return commit.adopt(candidate)
+    if candidates:
+        raise CheckpointError(
+            f"none of the {len(candidates)} checkpoints in {folder} is valid; newest: {candidates[0]}"
+        )
+    return None
+
+
+def everywhere(task: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Run a task on all ranks and exchange the results; an error on one is raised on all, naming the rank.
+
+    ValueErrors (also CheckpointError) keep their type where all ranks see the same; others become a CheckpointError.
+    """
+    try:
+        result, error = task(), None
+    except Exception as caught:
+        result, error = None, caught
+    if not dist.is_initialized():
+        if error is None:
+            return [result]
+        raise error if isinstance(error, ValueError) else CheckpointError(f"{type(error).__name__}: {error}") from error
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    described = None if error is None else (isinstance(error, ValueError), f"{type(error).__name__}: {error}")
+    dist.all_gather_object(outcomes, (result, described), group=group)
+    failures = [(r, text) for r, (_, failure) in enumerate(outcomes) if failure for text in [failure[1]]]
+    if failures:
+        rank, text = failures[0]
+        if isinstance(error, ValueError):
+            raise error
+        raise CheckpointError(f"rank {rank}: {text}") from error
+    return [outcome for outcome, _ in outcomes]
+
+
+def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's value on all ranks."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]
+
+
+def write_plain_file(path: Path, state: Mapping[str, Any]) -> None:
+    """One file by `torch.save`, complete or not at all; replaces a file, or a checkpoint folder, of that name."""
+    commit.check_target(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = commit.staging_folder(path, os.urandom(4).hex())
+    commit.write_synced(staging, serialize(state))
+    if path.is_dir() and not path.is_symlink():
+        commit.publish(staging, path)
+    else:
+        staging.replace(path)
+        commit.sync_folder(path.parent)
+
+
+def serialize(state: Mapping[str, Any]) -> bytes:
+    """`torch.save` to memory; logs what will not load with `weights_only=True`."""
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    for place, kind in foreign_objects(state):
+        log.warning(f"checkpoint: {place} is a {kind}; it will load with weights_only=False only. Save plain types")
+    return buffer.getvalue()
+
+
+def foreign_objects(value: Any, place: str = "state") -> list[tuple[str, str]]:
+    """Where a nested state holds objects that need code of other classes to load: `[(place, class)]`."""
+    if isinstance(value, dict):
+        return [hit for key, item in value.items() for hit in foreign_objects(item, f"{place}[{key!r}]")]
+    if type(value) in (list, tuple, set):
+        return [hit for i, item in enumerate(value) for hit in foreign_objects(item, f"{place}[{i}]")]
+    plain = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device, torch.Size)
+    return [] if isinstance(value, plain) else [(place, type(value).__name__)]
+
+
+def _write(staging: Path, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], rank: int, group: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(staging), process_group=group)
+    if rank == 0:
+        commit.write_synced(staging / STATE_FILE, serialize(state))
+
+
+def _own_files(staging: Path, rank: int) -> list[str]:
+    names = [entry.name for entry in staging.iterdir()]
+    return [n for n in names if n.startswith(f"__{rank}_") or (rank == 0 and not n.startswith("__"))]
+
+
+def _commit(staging: Path, path: Path, files: dict[str, list[Any]], step: int) -> None:
+    commit.seal(staging, files, step)
+    commit.publish(staging, path)
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """DCP keeps its index as a pickle: allow the classes of that index, and no code of anyone else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if "." not in name else None  # a dot would reach into imported modules
+        ours = isinstance(found, type) and module.startswith(_DCP) and found.__module__.startswith(_DCP)
+        if not ours and not isinstance(found, torch.dtype) and (module, name) not in _METADATA_GLOBALS:
+            raise CheckpointError(f"the checkpoint's index asks for {module}.{name}: it is no index, and is not opened")
+        return found
+
+
+_DCP = "torch.distributed.checkpoint."
+_METADATA_GLOBALS = {
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("builtins", "set"),
+}
+
+
+class _SafeReader(dcp.FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata

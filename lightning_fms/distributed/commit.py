@@ -1,0 +1,211 @@
+"""Folders that appear complete or not at all: the commit protocol of checkpoints, on the file system alone.
+
+A checkpoint is several files from several processes. Written in place, a crash leaves half of it, and a loader that does
+not check believes it. So: everything is written into a fresh hidden folder, a manifest lists every file with size and
+checksum, a COMMIT file seals the manifest, all of it is synced, and one rename makes it visible. Whatever carries a valid
+COMMIT is whole; all else is debris. Deleting goes the other way round: rename out of sight first, then break the seal.
+
+    .step=4.3f9a1c.tmp/   being written           step=4/            committed: COMMIT manifest.json ...
+    .step=4.3f9a1c.old/   on its way out; still valid until its COMMIT is unlinked
+
+An overwritten target is renamed away before the new folder takes its name. A crash in between leaves both whole under
+hidden names: `resolve` and `committed` find them there.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+FORMAT_VERSION = 1
+COMMIT, MANIFEST = "COMMIT", "manifest.json"
+_SEALED = {COMMIT, MANIFEST}
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged, incomplete, of another model, or could not be written."""
+
+
+def staging_folder(path: Path, nonce: str) -> Path:
+    """Where the checkpoint `path` is written before it is committed."""
+    return path.parent / f".{path.name}.{nonce}.tmp"
+
+
+def digest(file: Path) -> str:
+    """Checksum of a file's content."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def describe(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
+    """Manifest entries `{name: [bytes, checksum]}` of files in a folder."""
+    return {name: [(folder / name).stat().st_size, digest(folder / name)] for name in names}
+
+
+def seal(folder: Path, files: dict[str, list[Any]], step: int) -> None:
+    """Write the manifest and the COMMIT file that vouches for it, synced in this order."""
+    manifest = folder / MANIFEST
+    write_synced(manifest, json.dumps({"format": FORMAT_VERSION, "files": files}, indent=1, sort_keys=True).encode())
+    sync_folder(folder)
+    header = {"format": FORMAT_VERSION, "step": step, "time_ns": time.time_ns(), "manifest": digest(manifest)}
+    write_synced(folder / COMMIT, json.dumps(header).encode())
+    sync_folder(folder)
+
+
+def publish(staging: Path, path: Path) -> None:
+    """Give a sealed folder its name. What was there is renamed away first and removed afterwards."""
+    old = None
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        old = _hidden(path, "old")
+        path.rename(old)
+    staging.rename(path)
+    sync_folder(path.parent)
+    if old is not None:
+        _destroy(old)
+    for leftover in hidden_versions(path):  # of attempts that died
+        _destroy(leftover)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint (folder, file or link) so that no crash leaves a half one under its name."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        old = _hidden(path, "old")
+        path.rename(old)
+        sync_folder(path.parent)
+        _destroy(old)
+
+
+def check_target(path: Path) -> None:
+    """Refuse to overwrite a folder that is no checkpoint (ValueError)."""
+    if "://" in str(path) or str(path).startswith(("s3:/", "gs:/")):
+        raise ValueError(f"checkpoint path {path}: only folders on a (shared) file system are supported")
+    if path.is_dir() and not path.is_symlink() and any(path.iterdir()):
+        known = (COMMIT, MANIFEST, ".metadata")
+        if not any((path / name).exists() for name in known):
+            raise ValueError(f"{path} is a folder that holds no checkpoint; it is not overwritten. Choose another name")
+
+
+def verify(path: Path, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """Check a committed folder against its manifest and return the COMMIT header.
+
+    Args:
+        path: the checkpoint.
+        names: check the content of these files only (ranks share the work); presence and sizes are always checked.
+
+    Raises:
+        CheckpointError: not committed, a newer format, or a file that is missing, short, foreign or changed.
+    """
+    header = _read_json(path / COMMIT, f"{path} was never committed")
+    if header.get("format") != FORMAT_VERSION:
+        raise CheckpointError(f"{path} has format {header.get('format')}; this version reads {FORMAT_VERSION}")
+    manifest = path / MANIFEST
+    if not manifest.is_file() or digest(manifest) != header["manifest"]:
+        raise CheckpointError(f"{path}: {MANIFEST} is missing or damaged")
+    files: dict[str, list[Any]] = json.loads(manifest.read_bytes())["files"]
+    present = {entry.name for entry in path.iterdir()} - _SEALED
+    if missing := sorted(set(files) - present):
+        raise CheckpointError(f"{path}: missing {', '.join(missing)}")
+    if foreign := sorted(present - set(files)):
+        raise CheckpointError(f"{path}: {', '.join(foreign)} does not belong to it; move it away")
+    for name, (size, _) in files.items():
+        if (found := (path / name).stat().st_size) != size:
+            raise CheckpointError(f"{path}: {name} has {found} bytes instead of {size}")
+    for name in files if names is None else names:
+        if digest(path / name) != files[name][1]:
+            raise CheckpointError(f"{path}: the content of {name} has changed since it was saved")
+    return header
+
+
+def listed_files(path: Path) -> list[str]:
+    """Names in the manifest, sorted; empty if there is none."""
+    manifest = path / MANIFEST
+    return sorted(json.loads(manifest.read_bytes())["files"]) if manifest.is_file() else []
+
+
+def committed(folder: Path) -> list[Path]:
+    """Sealed folders in `folder`, newest first (by step, then time of commit); their content is not checked yet."""
+    found = []
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.is_dir() and not entry.is_symlink() and (entry / COMMIT).is_file():
+            try:
+                header = json.loads((entry / COMMIT).read_bytes())
+                found.append(((int(header["step"]), int(header["time_ns"])), entry))
+            except (ValueError, KeyError, TypeError, OSError):
+                found.append(((-1, 0), entry))
+    return [entry for _, entry in sorted(found, key=lambda item: item[0], reverse=True)]
+
+
+def resolve(path: Path) -> Path:
+    """`path`, or where a crash in the middle of an overwrite left its newest whole version."""
+    if path.exists():
+        return path
+    sealed = [p for p in committed(path.parent) if _is_version_of(path.name, p.name)]
+    return sealed[0] if sealed else path
+
+
+def adopt(folder: Path) -> Path:
+    """Give a whole folder whose rename a crash prevented its visible name, if that is free; returns where it is."""
+    match = _HIDDEN.fullmatch(folder.name)
+    if match is None or match["kind"] != "tmp" or (target := folder.parent / match["name"]).exists():
+        return folder
+    folder.rename(target)
+    sync_folder(target.parent)
+    return target
+
+
+def hidden_versions(path: Path) -> list[Path]:
+    """Unfinished or outgoing folders of the checkpoint `path`."""
+    return [p for p in path.parent.iterdir() if _is_version_of(path.name, p.name)]
+
+
+def _is_version_of(name: str, hidden: str) -> bool:
+    match = _HIDDEN.fullmatch(hidden)
+    return match is not None and match["name"] == name
+
+
+def write_synced(file: Path, content: bytes) -> None:
+    """Write a file and sync it to storage."""
+    with file.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names in the folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _hidden(path: Path, kind: str) -> Path:
+    return path.parent / f".{path.name}.{os.urandom(4).hex()}.{kind}"
+
+
+def _destroy(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        (path / COMMIT).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _read_json(file: Path, error: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except FileNotFoundError:
+        raise CheckpointError(error) from None
+    except ValueError:
+        raise CheckpointError(f"{file} is damaged") from None

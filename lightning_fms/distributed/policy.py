@@ -1,0 +1,59 @@
+"""Which precision rule the strategy applies, read from Lightning's precision plugin.
+
+| plugin                                  | parameters held | computed in | gradients added up in |
+|-----------------------------------------|-----------------|-------------|-----------------------|
+| `32-true` (Lightning's default)         | as built        | as built    | as built              |
+| `bf16-mixed`                            | as built (fp32) | bf16        | fp32                  |
+| `bf16-true`                             | bf16            | bf16        | fp32, stored bf16     |
+
+`bf16-mixed` means no autocast here: parameters are cast once per step instead of at every matmul, and what the optimizer
+sees stays fp32. A module has to be clean about dtypes, as under `bf16-true`; floating point batch entries are cast.
+"""
+
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from typing import Any  # isort: skip
+
+
+class BF16Mixed(Precision):
+    """bf16 compute on fp32 master weights without autocast; the strategy does the casting.
+
+    Replaces Lightning's `MixedPrecision("bf16-mixed")`, which is autocast and refuses gradient clipping with fused
+    optimizers although bf16 has no loss scale (Lightning-AI/pytorch-lightning#21435).
+    """
+
+    precision = "bf16-mixed"
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast fp32 tensors of a batch to bf16, the dtype that the parameters are computed in."""
+        return apply_to_collection(data, torch.Tensor, lambda t: t.bfloat16() if t.dtype == torch.float32 else t)
+
+
+def accept(plugin: Precision) -> Precision:
+    """The plugin to use; refuses what the strategy cannot do (ValueError)."""
+    precision = str(plugin.precision)
+    if precision.startswith("16"):
+        raise ValueError(
+            f"precision={precision!r} needs loss scaling, which FSDPCompileStrategy does not do: "
+            f"use 'bf16-mixed' (same speed, no scaling) or '32-true'"
+        )
+    if precision not in ("32-true", "bf16-mixed", "bf16-true"):
+        raise ValueError(f"precision={precision!r}: FSDPCompileStrategy takes '32-true', 'bf16-mixed' or 'bf16-true'")
+    return BF16Mixed() if type(plugin) is MixedPrecision else plugin
+
+
+def computes_in_bf16(plugin: Precision) -> bool:
+    """Whether the rule of fp32 masters and bf16 copies applies."""
+    return str(plugin.precision) == "bf16-mixed"
+
+
+def fsdp_policy(plugin: Precision) -> MixedPrecisionPolicy:
+    """The same rule in FSDP2's terms."""
+    if computes_in_bf16(plugin):
+        return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    if isinstance(plugin, HalfPrecision):
+        return MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(cast_forward_inputs=False)

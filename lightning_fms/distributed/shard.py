@@ -1,0 +1,142 @@
+"""Shard any module with FSDP2, group by group, so that memory never holds more than one unsharded block.
+
+Groups are what one all-gather brings: each block, each embedding outside the blocks, and the root with everything else
+(final norm and head stay there, unsharded until backward, because a fused linear-cross-entropy reads the head's weight
+after its forward). A parameter that is tied across groups cannot be split between them: such a group stays in the root.
+
+The root is the whole LightningModule. Its `forward` is not what Lightning calls, so the step methods are registered as
+forward methods of their own. Before a group is sharded it is materialised (if it was on `meta`) or made equal to
+rank 0's copy (if it was not): initial weights never depend on the number of ranks, and replicas cannot start apart.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_fms.distributed.materialize import Materializer, on_meta
+
+STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def choose_groups(module: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], list[str]]:
+    """Submodules that get a group of their own, by name, and one line for each that has to stay in the root."""
+    embeddings = {name: m for name, m in module.named_modules() if isinstance(m, nn.Embedding)}
+    inside = tuple(f"{name}." for name in blocks)
+    candidates = {n: m for n, m in embeddings.items() if not n.startswith(inside)} | dict(blocks)
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    groups, notes = {}, []
+    for name, candidate in candidates.items():
+        foreign = [n for p in candidate.parameters() for n in names_of[p] if not n.startswith(f"{name}.")]
+        if foreign:
+            notes.append(f"{name} stays in the root group: it shares a parameter with {foreign[0]}")
+        else:
+            groups[name] = candidate
+    return groups, notes
+
+
+def shard_module(
+    module: nn.Module,
+    groups: Mapping[str, nn.Module],
+    mesh: DeviceMesh,
+    device: torch.device,
+    materializer: Materializer,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+) -> None:
+    """Apply `fully_shard` in place to each group and then to the root, and register the step methods.
+
+    Args:
+        module: the root; the LightningModule.
+        groups: from `choose_groups`.
+        mesh: one dimension (FSDP) or two (HSDP).
+        device: of this rank.
+        materializer: for tensors on `meta`.
+        policy: precision of gathered parameters and reduced gradients.
+        reshard_after_forward: free a block's parameters after its forward and gather them again in backward (less
+            memory, one more all-gather). The root is always kept until backward.
+        cpu_offload: keep shards and optimizer state in host memory.
+    """
+    offload = CPUOffloadPolicy(pin_memory=True) if cpu_offload else OffloadPolicy()
+    names = {m: name for name, m in module.named_modules()}
+    done: set[nn.Module] = set()
+    for group, reshard in [(g, reshard_after_forward) for g in groups.values()] + [(module, None)]:
+        if group is not module:
+            group.forward = _unaliased(group.forward)
+        members = [m for m in group.modules() if m not in done]
+        _fill_or_copy(members, names, device, materializer)
+        fully_shard(group, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+        done.update(members)
+    for method in STEP_METHODS:
+        if hasattr(module, method):
+            register_fsdp_forward_method(module, method)
+
+
+def _unaliased(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy outputs that are views: an in-place operation on one would drop FSDP's hook and give wrong gradients."""
+
+    @functools.wraps(forward)
+    def unaliased(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda t: t if t._base is None else t.clone(), output)
+
+    return unaliased
+
+
+def silence_view_warning() -> None:
+    """FSDP warns about views at each forward. Groups return none (see above), and the root is safe by its loss."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+
+
+def _fill_or_copy(
+    members: Iterable[nn.Module], names: Mapping[nn.Module, str], device: torch.device, materializer: Materializer
+) -> None:
+    for member in members:
+        if on_meta(member, recurse=False):
+            materializer.fill([(names[member], member)])
+        else:
+            member._apply(lambda t: t.to(device), recurse=False)
+            copy_from_rank_zero([*member.parameters(recurse=False), *member.buffers(recurse=False)])
+
+
+def copy_from_rank_zero(tensors: Iterable[torch.Tensor]) -> None:
+    """Overwrite plain tensors with those of rank 0, in place. Tensors that are already distributed are left alone."""
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether the module was sharded already, by us or by the user in `configure_model`."""
+    return any(isinstance(m, FSDPModule) for m in module.modules()) or any(
+        isinstance(p, DTensor) for p in module.parameters()
+    )
+
+
+def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
+    """All sharded groups, the root first."""
+    return (m for m in module.modules() if isinstance(m, FSDPModule))
+
+
+def reshard(module: nn.Module) -> None:
+    """Free every unsharded parameter; the module then shows its shards. Does nothing where they are sharded."""
+    for group in fsdp_modules(module):
+        group.reshard()

@@ -1,0 +1,545 @@
+"""`FSDPCompileStrategy`: shard, compile and checkpoint any plain LightningModule.
+
+Lightning's `ModelParallelStrategy` leaves the work to the user: `configure_model` has to shard, cast and compile, and
+what is forgotten trains slowly or wrongly. Here the module stays plain, and `setup` does the work in the one order in
+which the pieces compose:
+
+    callbacks' `transform_module` (kernels) -> `precision.convert_module` (FP8) -> activation checkpointing -> compile
+    each block -> shard each block, then the root -> materialise from meta on the way -> optimizers
+
+On one device nothing is wrapped and no process group exists; `bf16-mixed` then means `master.MasterWeights`, with the
+numerics that FSDP2 has on many. This file only connects: each step lives in the torch-only module of its name.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+
+from lightning_fms.distributed import activation, checkpoint, commit, policy, rng, state
+from lightning_fms.distributed.blocks import find_blocks
+from lightning_fms.distributed.checkpoint import CheckpointError
+from lightning_fms.distributed.compile import compile_blocks
+from lightning_fms.distributed.launcher import InProcessLauncher, ProcessLauncher
+from lightning_fms.distributed.master import MasterWeights
+from lightning_fms.distributed.materialize import Materializer, check_materializable, on_meta
+from lightning_fms.distributed.mesh import MeshShape, build_mesh, check_mesh_arguments, fsdp_mesh, resolve_mesh
+from lightning_fms.distributed.report import SetupReport
+from lightning_fms.distributed.shard import (
+    choose_groups,
+    fsdp_modules,
+    is_sharded,
+    reshard,
+    shard_module,
+    silence_view_warning,
+)
+
+log = logging.getLogger(__name__)
+RUN_SEED = "run_seed"  # key in a checkpoint's plain state
+
+
+class FSDPCompileStrategy(ModelParallelStrategy):
+    """FSDP2 and per-block `torch.compile` for a plain LightningModule, on one to many devices.
+
+    Args:
+        replicate: copies of the model (HSDP). 1: every rank shares one copy.
+        shard: ranks that share a copy; 'auto' takes what `replicate` leaves. `replicate * shard` is the number of devices.
+        blocks: class names of the repeated blocks; None finds them (see `blocks.find_blocks`).
+        compile: compile each block; 'auto' on CUDA only (a first CPU compile takes half a minute and a C++ compiler).
+        compile_strict: raise where a block cannot be compiled, instead of running its class uncompiled with a word.
+        compile_options: keyword arguments for `torch.compile`.
+        activation_checkpointing: 'none', 'full', or 'selective' (every `checkpoint_every`-th block).
+        checkpoint_every: see above.
+        reshard_after_forward: free a block's gathered parameters between forward and backward: less memory, one more
+            all-gather.
+        cpu_offload: keep shards and optimizer state in host memory (GPU only; wraps on one device, too).
+        accumulate_without_reduce: micro-batches before the last reduce no gradients: less communication, but unsharded
+            gradients are held meanwhile. False reduces every micro-batch.
+        checkpoint_format: 'sharded', a committed folder that loads on any number of ranks; or 'consolidated', one plain
+            Lightning file written by rank 0 (needs memory for the whole model). Both kinds are loaded.
+        process_group_backend: None takes gloo on CPU and both NCCL and gloo on CUDA.
+        timeout: of collectives.
+
+    Random numbers inside training steps are derived from (seed, step, micro-batch, data rank), see `rng`; the seed is
+    that of `seed_everything`, else drawn once, and kept in checkpoints.
+
+    `LightningModule.load_from_checkpoint` reads plain files only: save with 'consolidated' for it.
+
+    Raises:
+        ValueError: impossible mesh, unknown mode, unsupported precision; before any process is launched.
+    """
+
+    def __init__(
+        self,
+        replicate: int | str = 1,
+        shard: int | str = "auto",
+        blocks: Sequence[str] | None = None,
+        compile: bool | str = "auto",
+        compile_strict: bool = False,
+        compile_options: Mapping[str, Any] | None = None,
+        activation_checkpointing: str = "none",
+        checkpoint_every: int = 2,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+        accumulate_without_reduce: bool = True,
+        checkpoint_format: str = "sharded",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        check_mesh_arguments(replicate, shard)
+        activation.check_mode(activation_checkpointing, checkpoint_every)
+        if compile not in (True, False, "auto"):
+            raise ValueError(f"compile={compile!r}: give True, False or 'auto'")
+        if checkpoint_format not in ("sharded", "consolidated"):
+            raise ValueError(f"checkpoint_format={checkpoint_format!r}: give 'sharded' or 'consolidated'")
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self._replicate, self._shard = replicate, shard
+        self._block_classes = None if blocks is None else list(blocks)
+        self._compile, self._compile_strict, self._compile_options = compile, compile_strict, compile_options
+        self._checkpointing, self._checkpoint_every = activation_checkpointing, checkpoint_every
+        self._reshard_after_forward = reshard_after_forward
+        self._cpu_offload = cpu_offload
+        self._accumulate_without_reduce = accumulate_without_reduce
+        self._consolidate = checkpoint_format == "consolidated"
+        self.report = SetupReport()
+        self._masters: MasterWeights | None = None
+        self._patched: list[torch.nn.Module] = []
+        self._seed = 0
+        self._micro_batch = (-1, 0)  # (optimizer step, micro-batches of it so far)
+        self._in_training_step = False
+
+    # ---- processes and mesh
+
+    @property
+    def mesh_shape(self) -> MeshShape:
+        """Sizes of the mesh for the number of processes of this run."""
+        return resolve_mesh(self.num_nodes * self.num_processes, self._replicate, self._shard)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Number of data ranks (replicate x shard) and this one."""
+        return {"num_replicas": self.mesh_shape.data_parallel, "rank": self.global_rank}
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision plugin, see `policy`."""
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else policy.accept(plugin)
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        shape = self.mesh_shape  # an impossible mesh ends here, before a process is launched
+        if shape.data_parallel == 1 or self.cluster_environment.creates_processes_externally:
+            self._launcher = InProcessLauncher()
+        else:
+            self._launcher = ProcessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Process group and mesh. One device needs neither, unless the user's `configure_model` asks for a mesh."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        if self._cpu_offload and self.root_device.type == "cpu":
+            raise ValueError("cpu_offload=True: the run is on the CPU already; set it to False")
+        self.accelerator.setup_device(self.root_device)
+        self.set_world_ranks()
+        if self._wraps or is_overridden("configure_model", self.lightning_module):
+            self._setup_distributed()
+            self._device_mesh = build_mesh(self.mesh_shape, self.root_device.type)
+        self.lightning_module._device_mesh = self._device_mesh
+
+    @property
+    def _wraps(self) -> bool:
+        return self.mesh_shape.data_parallel > 1 or self._cpu_offload
+
+    def _get_process_group_backend(self) -> str:
+        both = "cpu:gloo,cuda:nccl"  # offloaded shards and objects travel by gloo
+        return self._process_group_backend or (both if self.root_device.type == "cuda" else "gloo")
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    # ---- setup
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        """Transform, shard and compile the module in place, then make the optimizers."""
+        assert self.model is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self.model
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if hasattr(callback, "transform_module"):
+                callback.transform_module(module)
+        self.model = module = self.precision_plugin.convert_module(module)
+        self._seed = self._agree_on_seed()
+        self._place(module)
+        self._forbid_inference_mode(trainer)
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        for line in self.report.lines():
+            log.info(line)
+
+    def _place(self, module: torch.nn.Module) -> None:
+        blocks = find_blocks(module, self._block_classes)
+        self.report = SetupReport(str(self.mesh_shape), str(self.precision_plugin.precision), blocks=list(blocks))
+        self._patched = list(blocks.values())
+        self.report.recomputed = activation.checkpoint_blocks(blocks, self._checkpointing, self._checkpoint_every)
+        if self._compile is True or (self._compile == "auto" and self.root_device.type == "cuda"):
+            self.report.compiled = compile_blocks(
+                blocks, self._compile_options, self._compile_strict, self.report.notes.append
+            )
+        if is_sharded(module):
+            self.report.notes.append("already sharded (by an earlier run, or by `configure_model`): left as it is")
+        elif self._wraps:
+            self._shard_module(module, blocks)
+        else:
+            self._fill_one_device(module)
+
+    def _shard_module(self, module: torch.nn.Module, blocks: Mapping[str, torch.nn.Module]) -> None:
+        check_materializable(module)
+        groups, notes = choose_groups(module, blocks)
+        self._patched += list(groups.values())
+        silence_view_warning()
+        shard_module(
+            module,
+            groups,
+            fsdp_mesh(self.device_mesh),
+            self.root_device,
+            Materializer(self.root_device, self._seed),
+            policy.fsdp_policy(self.precision_plugin),
+            self._reshard_after_forward,
+            self._cpu_offload,
+        )
+        if not self._cpu_offload:
+            module.to(self.root_device)  # what is no parameter, e.g. the states of metrics
+        self.report.sharded = list(groups)
+        self.report.notes += notes
+
+    def _fill_one_device(self, module: torch.nn.Module) -> None:
+        if on_meta(module):
+            check_materializable(module)
+            Materializer(self.root_device, self._seed).fill(module.named_modules())
+        module.to(self.root_device)
+        if policy.computes_in_bf16(self.precision_plugin):
+            self._masters = MasterWeights(module)
+            self.report.precision += f": {len(self._masters)} fp32 masters with bf16 copies"
+
+    def _agree_on_seed(self) -> int:
+        own = int(os.environ.get("PL_GLOBAL_SEED") or int.from_bytes(os.urandom(7), "big"))
+        return int(self.broadcast(own))
+
+    def _forbid_inference_mode(self, trainer: "pl.Trainer") -> None:
+        """Tensors made in `inference_mode` break the next training step, so evaluation runs under `no_grad`."""
+        fit = trainer.fit_loop.epoch_loop
+        for loop in (fit.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        """Make the optimizers from the module as it is now, and follow their steps."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Optimizer):
+                optimizer.register_step_post_hook(self._after_optimizer_step)
+
+    def teardown(self) -> None:
+        """Give the module back without our forwards and compute copies. A sharded module stays sharded."""
+        for block in self._patched:
+            block.__dict__.pop("forward", None)
+        self._patched, self._masters = [], None
+        super().teardown()
+
+    # ---- steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One micro-batch."""
+        assert self.lightning_module is not None
+        step = self.lightning_module.trainer.global_step
+        self._micro_batch = (step, self._micro_batch[1] + 1 if self._micro_batch[0] == step else 0)
+        rng.seed_micro_batch(self._seed, *self._micro_batch, self.distributed_sampler_kwargs["rank"])
+        self._in_training_step = True
+        try:
+            return self._run_step("training_step", *args, **kwargs)
+        finally:
+            self._in_training_step = False
+            if not self.lightning_module.automatic_optimization:
+                self._reshard()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One validation batch."""
+        return self._run_step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One test batch."""
+        return self._run_step("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One prediction batch."""
+        return self._run_step("predict_step", *args, **kwargs)
+
+    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        contexts = {"training_step": "train_step_context", "validation_step": "val_step_context"}
+        with ExitStack() as stack:
+            if not policy.computes_in_bf16(self.precision_plugin):  # else its context is autocast, which we replace
+                context = getattr(self.precision_plugin, contexts.get(name, f"{name}_context"))
+                stack.enter_context(context())
+            stack.enter_context(self._computing())
+            return getattr(self.lightning_module, name)(*args, **kwargs)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with self._masters.active() if self._masters is not None else ExitStack():
+            yield
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Backward; under manual optimization it runs inside the step, where FSDP's root has to be told."""
+        inside = self._in_training_step and is_sharded(self.model)  # type: ignore[arg-type]
+        if inside:
+            for root in self._roots():
+                root._get_fsdp_state()._register_pre_backward_hook(closure_loss)
+        with self._computing():
+            result = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if inside:
+            self._unshard_roots()
+        return result
+
+    def _after_optimizer_step(self, *_: Any) -> None:
+        if self._masters is not None:
+            self._masters.invalidate()
+        self._reshard()  # a group that a forward without backward left gathered holds old weights
+        if self._in_training_step:
+            self._unshard_roots()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients of this backward stay on their rank, to be reduced with a later one."""
+        if not self._accumulate_without_reduce:
+            yield
+            return
+        self._set_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._set_gradient_sync(True)
+
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        assert self.model is not None
+        for group in fsdp_modules(self.model):
+            group.set_requires_gradient_sync(enabled, recurse=False)
+
+    def _roots(self) -> Iterator[Any]:
+        return (m for m in [self.model] if m in set(fsdp_modules(m)))  # type: ignore[arg-type]
+
+    def _unshard_roots(self) -> None:
+        for root in self._roots():
+            root.unshard()
+
+    def _reshard(self) -> None:
+        if self.model is not None:
+            reshard(self.model)
+
+    def on_validation_end(self) -> None:
+        """Evaluation without backward leaves the root gathered; free it, or the next step would use it."""
+        self._reshard()
+
+    def on_test_end(self) -> None:
+        """See `on_validation_end`."""
+        self._reshard()
+
+    def on_predict_end(self) -> None:
+        """See `on_validation_end`."""
+        self._reshard()
+
+    # ---- checkpoints
+
+    @contextmanager
+    def _stored_weights(self) -> Iterator[torch.nn.Module]:
+        """The module as checkpoints see it: fp32 masters or shards, also in the middle of a step."""
+        assert self.model is not None
+        self._reshard()
+        with self._masters.exposed() if self._masters is not None else ExitStack():
+            yield self.model
+        if self._in_training_step:
+            self._unshard_roots()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Weights under clean names, as shards (or whole, for 'consolidated'; rank 0 only)."""
+        with self._stored_weights() as module:
+            return self._for_format(state.module_state(module))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State by parameter name, read without changing it."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        with self._stored_weights() as module:
+            return self._for_format(state.optimizer_state(module, optimizer))
+
+    def _for_format(self, value: dict[str, Any]) -> dict[str, Any]:
+        return state.gather_whole(value) if self._consolidate else value
+
+    def save_checkpoint(self, checkpoint_state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a committed checkpoint folder, or one plain file. Called on all ranks.
+
+        Raises:
+            CheckpointError: a rank could not write; nothing was overwritten.
+            ValueError: a path that cannot be a checkpoint.
+        """
+        if storage_options is not None:
+            raise ValueError(
+                f"storage_options={storage_options!r}: checkpoints are written to a file system without any"
+            )
+        path = Path(self.broadcast(str(filepath)))
+        checkpoint_state = {**checkpoint_state, RUN_SEED: self._seed}
+        if self._consolidate:
+            optimizers = [state.by_number(s) for s in checkpoint_state.pop("optimizer_states", [])]
+            plain = {**checkpoint_state, **({"optimizer_states": optimizers} if optimizers else {})}
+            checkpoint.everywhere(lambda: checkpoint.write_plain_file(path, plain) if self.is_global_zero else None)
+            return
+        tensors, plain = _split(checkpoint_state)
+        checkpoint.save(path, tensors, plain, step=int(checkpoint_state["global_step"]))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Verify a checkpoint, load weights and optimizers in place on any number of ranks, return the rest.
+
+        Raises:
+            CheckpointError: damaged, incomplete, or of another model; no weight was touched.
+        """
+        path = commit.resolve(Path(self.broadcast(str(checkpoint_path))))
+        weights_only = weights_only if weights_only is not None else getattr(self._launcher, "weights_only", None)
+        with self._stored_weights() as module:
+            load = self._load_folder if path.is_dir() else self._load_file
+            rest = load(path, module, weights_only)
+        if self._masters is not None:
+            self._masters.invalidate()
+        self._seed = int(rest.pop(RUN_SEED, self._seed))
+        return rest
+
+    def _load_folder(self, path: Path, module: torch.nn.Module, weights_only: bool | None) -> dict[str, Any]:
+        checkpoint.verify(path)
+        rest = checkpoint.load_state(path, weights_only)
+        saved = checkpoint.read_metadata(path)
+        own = {f"model.{n}": t for n, t in state.module_state(module).items() if isinstance(t, torch.Tensor)}
+        shapes = {name: entry.size for name, entry in saved.items() if name.startswith("model.")}
+        strict = self.lightning_module.strict_loading  # type: ignore[union-attr]
+        state.compare(shapes, {n: t.shape for n, t in own.items()}, strict, str(path))
+        targets = {n: t.detach() for n, t in own.items() if n in saved}
+        optimizer_states = rest.pop("optimizer_states", None)
+        if self.optimizers and optimizer_states is not None:
+            optimizer_states = [
+                _allocate(module, i, s, saved, targets) for i, s in enumerate(self._matched(optimizer_states, path))
+            ]
+        checkpoint.load_tensors(path, targets)
+        state.load_extra_state(module, rest.pop("extra_state", {}))
+        if self.optimizers and optimizer_states is not None:
+            for optimizer, optimizer_state in zip(self.optimizers, optimizer_states, strict=True):
+                state.load_optimizer_state(module, optimizer, optimizer_state)
+        return rest
+
+    def _load_file(self, path: Path, module: torch.nn.Module, weights_only: bool | None) -> dict[str, Any]:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such checkpoint")
+        rest = dict(torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False))
+        saved = {state.clean_name(n): v for n, v in rest.pop("state_dict").items()}
+        own = {n: t for n, t in state.module_state(module).items() if isinstance(t, torch.Tensor)}
+        shapes = {n: t.shape for n, t in saved.items() if isinstance(t, torch.Tensor)}
+        strict = self.lightning_module.strict_loading  # type: ignore[union-attr]
+        state.compare(shapes, {n: t.shape for n, t in own.items()}, strict, str(path))
+        for name in own.keys() & shapes.keys():
+            state.copy_whole(own[name], saved[name])
+        state.load_extra_state(module, {n: v for n, v in saved.items() if n not in shapes})
+        optimizer_states = rest.pop("optimizer_states", None)
+        if self.optimizers and optimizer_states is not None:
+            names = {name: parameter for parameter, name in state.parameter_names(module).items()}
+            for optimizer, numbered in zip(self.optimizers, self._matched(optimizer_states, path), strict=True):
+                named = state.by_name(module, optimizer, numbered)
+                state.load_optimizer_state(module, optimizer, _distribute(named, names))
+        return rest
+
+    def _matched(self, saved: list[Any], path: Path) -> list[Any]:
+        if len(saved) != len(self.optimizers):
+            raise CheckpointError(f"{path} holds {len(saved)} optimizers, this run has {len(self.optimizers)}")
+        return saved
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint, folder or file, on rank 0; a crash leaves no half of it under its name."""
+        if self.is_global_zero:
+            commit.remove(Path(filepath))
+
+
+def _split(checkpoint_state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors for DCP under flat names, and the rest with the names of the optimizer tensors it belongs to."""
+    weights = checkpoint_state.pop("state_dict")
+    tensors = {f"model.{name}": value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    rest = {**checkpoint_state, "extra_state": {n: v for n, v in weights.items() if not isinstance(v, torch.Tensor)}}
+    if "optimizer_states" in checkpoint_state:
+        rest["optimizer_states"] = [
+            {
+                "param_groups": optimizer["param_groups"],
+                "state": {
+                    name: {key: None if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+                    for name, values in optimizer["state"].items()
+                },
+            }
+            for optimizer in checkpoint_state["optimizer_states"]
+        ]
+        for index, optimizer in enumerate(checkpoint_state["optimizer_states"]):
+            for name, values in optimizer["state"].items():
+                for key, value in values.items():
+                    if isinstance(value, torch.Tensor):
+                        tensors[f"optimizer.{index}.{name}.{key}"] = value
+    return tensors, rest
+
+
+def _allocate(
+    module: torch.nn.Module,
+    index: int,
+    saved: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+    targets: dict[str, torch.Tensor],
+) -> dict[str, Any]:
+    """An optimizer's saved state with memory for its tensors, which is also entered into `targets` to be read."""
+    parameters = {name: parameter for parameter, name in state.parameter_names(module).items()}
+    filled: dict[str, Any] = {"param_groups": saved["param_groups"], "state": {}}
+    for name, values in saved["state"].items():
+        if name not in parameters:
+            continue
+        filled["state"][name] = dict(values)
+        for key in values:
+            entry = metadata.get(flat := f"optimizer.{index}.{name}.{key}")
+            if entry is not None:
+                tensor = state.like(parameters[name], entry.size, entry.properties.dtype)
+                filled["state"][name][key] = targets[flat] = tensor
+    return filled
+
+
+def _distribute(named: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Whole state tensors of a plain file, placed like their parameters."""
+
+    def place(parameter: torch.Tensor, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        target = state.like(parameter, value.shape, value.dtype)
+        state.copy_whole(target, value)
+        return target
+
+    placed = {n: {k: place(parameters[n], v) for k, v in values.items()} for n, values in named["state"].items()}
+    return {"state": placed, "param_groups": named["param_groups"]}
