@@ -27,8 +27,7 @@ def normalise(weights: Mapping[str, float], sources: Sequence[str]) -> Weights:
     Raises:
         ValueError: For an unknown source, a negative weight, or no positive weight at all.
     """
-    unknown = sorted(set(weights) - set(sources))
-    if unknown:
+    if unknown := [name for name in weights if name not in sources]:
         raise ValueError(f"mixture names unknown source {unknown[0]!r}; the sources are {sorted(sources)}")
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
@@ -53,11 +52,17 @@ def parse(mixture: Mapping | None, sizes: Mapping[str, int]) -> History:
     sources = list(sizes)
     if mixture is None:
         return [(0, normalise(sizes, sources))]
+    if not isinstance(mixture, Mapping):
+        raise ValueError(
+            f"mixture={mixture!r} must be a mapping {{source: weight}} or {{first row: {{source: weight}}}}"
+        )
     if not any(isinstance(value, Mapping) for value in mixture.values()):
         return [(0, normalise(mixture, sources))]
-    for row in mixture:
+    for row, weights in mixture.items():
         if isinstance(row, bool) or not isinstance(row, int) or row < 0:
             raise ValueError(f"a mixture schedule is keyed by row numbers >= 0, not {row!r}")
+        if not isinstance(weights, Mapping):
+            raise ValueError(f"a mixture schedule gives row {row} a mapping {{source: weight}}, not {weights!r}")
     if 0 not in mixture:
         raise ValueError(f"a mixture schedule must say what holds from row 0 on; it starts at row {min(mixture)}")
     return [(row, normalise(mixture[row], sources)) for row in sorted(mixture)]
