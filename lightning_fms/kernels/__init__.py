@@ -1,1 +1,8 @@
 """Fused Triton kernels that are swapped into modules which know nothing of them."""
+
+from lightning_fms.kernels.callback import TritonKernels
+from lightning_fms.kernels.deferred_logits import DeferredLogits
+from lightning_fms.kernels.linear_cross_entropy import linear_cross_entropy
+from lightning_fms.kernels.rms_norm import rms_norm
+
+__all__ = ["DeferredLogits", "TritonKernels", "linear_cross_entropy", "rms_norm"]

@@ -1,0 +1,144 @@
+"""`TritonKernels`: the callback that swaps fused kernels into a LightningModule for the length of a run.
+
+A kernel is swapped where it measured faster or smaller than what the compiler makes of the module's own code ('auto'), and
+everything that was not swapped is reported with its reason. Our FSDP2 strategy calls `transform_module` before it
+compiles and shards; under any other strategy the callback acts by itself: in `setup`, and once more in `on_fit_start` for
+modules that were only built in `configure_model`.
+"""
+
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_fms.kernels._triton import BACKENDS, INTERPRETED
+from lightning_fms.kernels.linear_cross_entropy import CHUNK_BYTES
+from lightning_fms.kernels.swap import Swaps, shortened, swap_head, swap_rms_norms, training_device
+from lightning_fms.kernels.verify import verify_linear_cross_entropy, verify_rms_norm
+
+Choice = bool | Literal["auto"]
+
+# What 'auto' means on CUDA. benchmarks/kernels.py makes the table in docs/kernels.md from which these follow.
+LINEAR_CROSS_ENTROPY_ON_CUDA = True
+RMS_NORM_ON_CUDA = True
+
+
+class TritonKernels(Callback):
+    """Swap fused kernels into the module at the start, and put the module's own code back at the end.
+
+    Parameters, their names and the state dict stay as they are, so checkpoints do not depend on this callback.
+
+    Args:
+        linear_cross_entropy: the output head returns deferred logits, and `F.cross_entropy` on them never holds the
+            [tokens, vocabulary] logits. 'auto': on CUDA (a PyTorch version of it runs on CPU when asked for: less memory,
+            no gain in time).
+        rms_norm: fused RMSNorm. 'auto': on CUDA.
+        backend: 'triton', 'reference' (PyTorch, any device) or 'auto': Triton on CUDA or under TRITON_INTERPRET=1, else
+            the reference. With 'reference' or under the interpreter, 'auto' above means on, on any device.
+        head: name of the output head, where it cannot be found by structure.
+        chunk_bytes: budget of the logits buffer.
+        check_targets: stop with a device-side assertion where a target is out of range; see `linear_cross_entropy`.
+        verify: compare each kernel with its reference on the training device before the run.
+
+    Raises:
+        ValueError: an unknown option, or a `head` that the module does not have.
+        RuntimeError: with `verify`, a kernel whose numbers are wrong on this device.
+    """
+
+    def __init__(
+        self,
+        linear_cross_entropy: Choice = "auto",
+        rms_norm: Choice = "auto",
+        backend: str = "auto",
+        head: str | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        check_targets: bool = False,
+        verify: bool = False,
+    ):
+        for name, value in (("linear_cross_entropy", linear_cross_entropy), ("rms_norm", rms_norm)):
+            if value not in (True, False, "auto"):
+                raise ValueError(f"{name}={value!r} is not one of True, False, 'auto'")
+        if backend not in BACKENDS:
+            raise ValueError(f"{backend=} is not one of {', '.join(BACKENDS)}")
+        if chunk_bytes <= 0:
+            raise ValueError(f"{chunk_bytes=} must be positive")
+        self.linear_cross_entropy, self.rms_norm = linear_cross_entropy, rms_norm
+        self.backend, self.head, self.verify = backend, head, verify
+        self.loss_options = {"chunk_bytes": chunk_bytes, "check_targets": check_targets, "backend": backend}
+        self._swaps = Swaps()
+        self._decided: list[str] = []
+        self._shown: list[str] = []
+        self._verified: set[str] = set()
+        self._device: torch.device | None = None
+
+    @property
+    def report(self) -> list[str]:
+        """One line for each thing swapped, and for each that was not with the reason."""
+        swaps = self._swaps
+        lines = [f"linear cross-entropy: deferred logits at {name}" for name in swaps.heads]
+        if swaps.norms:
+            lines.append(f"RMSNorm: fused at {shortened(swaps.norms)}")
+        return [*lines, *(f"not swapped: {reason}" for reason in (*self._decided, *swaps.skipped))]
+
+    def transform_module(self, module: nn.Module) -> None:
+        """Swap what is in `module` now. Calling it again swaps only what came in between."""
+        device = self._device or training_device(module)
+        if not self._swaps.active:
+            self._swaps = Swaps()
+        self._decided, self._swaps.skipped = [], []
+        if self._wanted("linear_cross_entropy", self.linear_cross_entropy, LINEAR_CROSS_ENTROPY_ON_CUDA, device):
+            self._verify("linear cross-entropy", verify_linear_cross_entropy, device)
+            swap_head(module, self._swaps, self.head, **self.loss_options)
+        if self._wanted("rms_norm", self.rms_norm, RMS_NORM_ON_CUDA, device):
+            self._verify("RMSNorm", verify_rms_norm, device)
+            swap_rms_norms(module, self._swaps, self.backend)
+
+    def _wanted(self, name: str, choice: Choice, on_cuda: bool, device: torch.device) -> bool:
+        if choice != "auto":
+            wanted, why = choice, f"{name}=False"
+        elif device.type == "cuda":
+            wanted, why = on_cuda, f"{name}: measured no gain over the compiler on CUDA; {name}=True forces it"
+        else:
+            wanted = self.backend == "reference" or INTERPRETED
+            why = f"{name}: no gain on {device.type}; {name}=True forces it"
+        if not wanted:
+            self._decided.append(why)
+        return wanted
+
+    def _verify(self, name: str, check: Any, device: torch.device) -> None:
+        if self.verify and name not in self._verified:
+            check(device, self.backend)
+            self._verified.add(name)
+
+    def _act(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._device = trainer.strategy.root_device
+        self.transform_module(pl_module)
+        if self.report != self._shown:
+            self._shown = self.report
+            for line in self._shown:
+                rank_zero_info(f"kernels: {line}")
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Swap in what exists by now."""
+        self._act(trainer, pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Swap in what `configure_model` built."""
+        self._act(trainer, pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Put the module's own code back."""
+        self.restore()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Put the module's own code back: Lightning tears no callback down after an error."""
+        self.restore()
+
+    def restore(self) -> None:
+        """Give every module its own code back. The report stays."""
+        self._swaps.restore()
+
+
+__all__ = ["TritonKernels"]
