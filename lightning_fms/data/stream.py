@@ -159,6 +159,9 @@ class Stream:
             since[:] = 0  # the source has run out: the others share what follows
         if fresh:
             since[:] = -np.rint(behind * len(self._tokens)).astype(np.int64)
+            since[source] -= (
+                since.sum()
+            )  # rounding must not make the counts add up to 0, which says that none has begun
         since[source] += len(self._tokens)  # when drawn: the rest of a document from before a change does not count
 
     def _available(self) -> np.ndarray:
@@ -217,6 +220,8 @@ class Stream:
                 f"source {name!r}: the document at position {position} of epoch {epoch} is no longer there"
             )
         self._tokens = self._encode(name, segment_, *found[1:])
+        if self.row[self._columns.flight_offset] >= len(self._tokens):
+            self.row[self._columns.flight] = NO_FLIGHT  # shorter than it was: `max_document_tokens` or `eos` changed
 
     def _encode(self, name: str, segment_: Segment, file: int, start: int, length: int) -> np.ndarray:
         try:

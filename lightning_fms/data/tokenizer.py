@@ -87,7 +87,12 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, without special tokens."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        except TypeError:  # half a surrogate pair, which JSON can escape, is no Unicode text: U+FFFD stands for it
+            text = text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, ids: Any) -> str:
         """Return the text of ids, special tokens included."""
@@ -119,6 +124,8 @@ def _special_names(config: Path) -> dict[str, str]:
         settings = json.loads(config.read_text())
     except ValueError as error:
         raise ValueError(f"{config}: not valid JSON ({error})") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{config}: holds a {type(settings).__name__}, not the settings of a tokenizer")
     names = {}
     for role in ("eos_token", "bos_token"):
         token = settings.get(role)

@@ -27,33 +27,33 @@ class FileReader:
         Raises:
             DocumentError: If the file is gone, unreadable, or ends early.
         """
-        data = self.read_upto(path, start, length)
-        if len(data) != length:
-            raise DocumentError(
-                f"{path}: ends at byte {start + len(data)}, {length - len(data)} bytes short: it was cut or replaced after "
-                "the run listed it; restore it"
-            )
-        return data
-
-    def read_upto(self, path: Path, start: int, length: int) -> bytes:
-        """Read up to `length` bytes; fewer only at the end of the file."""
+        at, missing, parts = start, length, []
         try:
-            descriptor, parts = self._descriptor(path), []
-            while length > 0 and (part := os.pread(descriptor, length, start)):
+            descriptor = self._descriptor(path)
+            while missing > 0 and (part := os.pread(descriptor, missing, at)):
                 parts.append(part)
-                start, length = start + len(part), length - len(part)
+                at, missing = at + len(part), missing - len(part)
         except OSError as error:
-            raise DocumentError(f"{path}: cannot be read at byte {start} ({error.strerror})") from None
+            raise DocumentError(f"{path}: cannot be read at byte {at} ({error.strerror})") from None
+        if missing:
+            raise DocumentError(
+                f"{path}: ends at byte {os.fstat(descriptor).st_size}, before byte {start + length}: it was cut or replaced "
+                "after the run listed it; restore it"
+            )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def find_newline(self, path: Path, start: int) -> int:
-        """Return the position of the first newline at or after `start`, or the size of the file."""
-        while True:
-            block = self.read_upto(path, start, _BLOCK)
-            found = block.find(b"\n")
-            if found >= 0 or len(block) < _BLOCK:
-                return start + (found if found >= 0 else len(block))
+    def find_newline(self, path: Path, start: int, end: int) -> int:
+        """Return the position of the first newline in `[start, end)`, or `end`.
+
+        Raises:
+            DocumentError: If the file is gone, unreadable, or ends early.
+        """
+        while start < end:
+            block = self.read(path, start, min(_BLOCK, end - start))
+            if (found := block.find(b"\n")) >= 0:
+                return start + found
             start += len(block)
+        return end
 
     def _descriptor(self, path: Path) -> int:
         if path in self._open:

@@ -40,17 +40,12 @@ class _Lines:
         starts = starts[starts < stop - start]
         if len(starts) == 0:
             return Window(np.empty(0, np.uint32), np.empty(0, np.uint32))
-        ends = newlines[np.searchsorted(newlines, starts[:-1])] if len(starts) > 1 else starts[:0]
-        after = newlines[newlines >= starts[-1]]
-        last = int(after[0]) if len(after) else self._files.find_newline(path, stop) - start
-        ends = np.append(ends, last)
-        returned = (
-            (ends > starts)
-            & (ends <= stop - start)
-            & (data[np.minimum(ends - 1, stop - start - 1) + before] == _RETURN)
-        )
-        lengths = ends - returned - starts
-        filled = lengths > 0
+        if len(newlines) and newlines[-1] >= starts[-1]:
+            last = newlines[-1]
+        else:
+            last = self._files.find_newline(path, stop, int(self.listing.sizes[file])) - start
+        lengths = np.append(starts[1:] - 1, last) - starts
+        filled = (lengths > 1) | ((lengths == 1) & (data[starts + before] != _RETURN))
         return Window(starts[filled].astype(np.uint32), lengths[filled].astype(np.uint32))
 
     def _text(self, file: int, start: int, length: int) -> str:
@@ -58,11 +53,11 @@ class _Lines:
         if start == 0:
             data = data.removeprefix(_BOM)
         try:
-            return data.decode().removesuffix("\r")
+            return data.decode()
         except UnicodeDecodeError as error:
             raise DocumentError(
-                f"{self.listing.path(file)}: byte {start + error.start} is not valid UTF-8 ({error.reason}); "
-                "convert the file to UTF-8"
+                f"{self.listing.path(file)}: byte {start + length - len(data) + error.start} is not valid UTF-8 "
+                f"({error.reason}); convert the file to UTF-8"
             ) from None
 
 
@@ -79,13 +74,17 @@ class JsonLines(_Lines):
         self.text_key = text_key
 
     def read(self, file: int, start: int, length: int) -> Document:
-        """Read the text of the record that starts at byte `start`."""
+        """Read the text of the record that starts at byte `start`; a blank line is an empty document."""
         line = self._text(file, start, length)
+        if not line.strip():
+            return ""
         where = f"{self.listing.path(file)}: the record at byte {start}"
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise DocumentError(f"{where} is not valid JSON ({error.msg} at character {error.pos})") from None
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets 10,000 deep
+            raise DocumentError(f"{where} cannot be read ({error})") from None
         if not isinstance(record, dict):
             raise DocumentError(f"{where} is a {type(record).__name__}, not an object with a key {self.text_key!r}")
         if self.text_key not in record:
@@ -119,21 +118,25 @@ class Text(_Lines):
         """Find the documents that start in bytes `[start, stop)`."""
         if self.split == "line":
             return super().window(file, start, stop)
-        # A block starts at the first line that starts at or after a multiple of the block size.
+        edges = self._block_edges(file, start, stop)
+        edges = edges[np.searchsorted(edges, start) :]
+        return Window((edges[:-1] - start).astype(np.uint32), np.diff(edges).astype(np.uint32))
+
+    def _block_edges(self, file: int, start: int, stop: int) -> np.ndarray:
+        """Return where blocks start, from the last before `start` to the first at or after `stop` (int64, ascending).
+
+        A block starts at the first line that starts at or after a multiple of the block size; the end of the file is one.
+        """
         path, size = self.listing.path(file), int(self.listing.sizes[file])
-        marks = range(start // BLOCK_BYTES * BLOCK_BYTES, size + BLOCK_BYTES, BLOCK_BYTES)
-        starts: list[int] = []
-        ends: list[int] = []
-        for mark in marks:
-            first = min(self._files.find_newline(path, mark - 1) + 1, size) if 0 < mark < size else min(mark, size)
-            if starts and len(ends) < len(starts) and first > starts[-1]:
-                ends.append(first)
-            if first >= stop:
-                break
-            if first >= start and (not starts or first > starts[-1]):
-                starts.append(first)
-        return Window(np.array(starts, np.uint32) - np.uint32(start), np.array(np.subtract(ends, starts), np.uint32))
+        edges: list[int] = []
+        mark = start // BLOCK_BYTES * BLOCK_BYTES
+        while not edges or edges[-1] < stop:
+            if not edges or mark > edges[-1]:  # else a line longer than a block goes past this mark
+                edges.append(min(self._files.find_newline(path, mark - 1, size) + 1, size) if mark else 0)
+            mark += BLOCK_BYTES
+        return np.array(edges, dtype=np.int64)
 
     def read(self, file: int, start: int, length: int) -> Document:
         """Read the text that starts at byte `start`."""
-        return self._text(file, start, length)
+        text = self._text(file, start, length)
+        return text.removesuffix("\r") if self.split == "line" else text

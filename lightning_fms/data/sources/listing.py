@@ -72,7 +72,10 @@ def list_files(paths: Paths, splittable: bool = True) -> Listing:
     Raises:
         ValueError: If a path does not exist, matches nothing, or the files are all empty.
     """
-    files = sorted({file for path in _as_list(paths) for file in _expand(Path(path).expanduser())})
+    try:
+        files = sorted({file for path in _as_list(paths) for file in _expand(Path(path).expanduser())})
+    except OSError as error:
+        raise ValueError(f"{error.filename}: cannot be listed ({error.strerror}); check its permissions") from None
     root = Path(os.path.commonpath([file.parent for file in files]))
     sizes = np.array([_size(file) for file in files], dtype=np.int64)
     if sizes.sum() == 0:
@@ -91,20 +94,33 @@ def _as_list(paths: Paths) -> list[str | os.PathLike]:
 def _expand(path: Path) -> list[Path]:
     if glob.has_magic(str(path)) and not path.exists():
         found = [Path(p) for p in glob.glob(str(path), recursive=True)]
-        files = [p for p in found if p.is_file() and _visible(p.name)]
+        named = path.parts
+        files = [p for p in found if p.is_file() and all(_visible(part) or part in named for part in p.parts)]
         if not files:
             raise ValueError(f"{path}: the glob matches no file; check the pattern and that the path exists")
         return [p.absolute() for p in files]
     if path.is_dir():
-        files = [p for p in path.rglob("*") if p.is_file() and all(map(_visible, p.relative_to(path).parts))]
+        files = _files_below(path)
         if not files:
             raise ValueError(
                 f"{path}: the folder holds no data file (hidden files and those that begin with _ do not count)"
             )
-        return [p.absolute() for p in files]
+        return files
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder; check the path of the source")
     return [path.absolute()]
+
+
+def _files_below(folder: Path) -> list[Path]:
+    files = []
+    for parent, folders, names in os.walk(folder.absolute(), onerror=_raise):
+        folders[:] = filter(_visible, folders)
+        files += [path for name in names if _visible(name) and (path := Path(parent, name)).is_file()]
+    return files
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _visible(name: str) -> bool:

@@ -94,10 +94,13 @@ def _token_dtype(config: dict, folder: Path) -> np.dtype:
         raise ValueError(f"{folder}: compressed or encrypted litdata chunks are not read; write them without")
     data_format = config.get("data_format") or []
     kind, _, code = data_format[0].partition(":") if len(data_format) == 1 else ("", "", "")
+    dtype = None
     if kind == "no_header_numpy":
-        return np.dtype(_NUMPY_DTYPES_MAPPING[int(code)])
-    if kind == "no_header_tensor":
-        return torch.empty(0, dtype=_TORCH_DTYPES_MAPPING[int(code)]).numpy().dtype
+        dtype = np.dtype(_NUMPY_DTYPES_MAPPING[int(code)])
+    elif kind == "no_header_tensor" and not _TORCH_DTYPES_MAPPING[int(code)].is_floating_point:
+        dtype = torch.empty(0, dtype=_TORCH_DTYPES_MAPPING[int(code)]).numpy().dtype
+    if dtype is not None and dtype.kind in "iu":
+        return dtype
     raise ValueError(
         f"{folder}: holds litdata items of format {data_format}, not tokens; write them with "
         "litdata.optimize(..., item_loader=TokensLoader())"

@@ -6,8 +6,10 @@ docstrings and the help topics (`pydoc_data.topics`), code is the source files t
 
 import ast
 import os
+import re
 import sysconfig
 import tokenize
+import warnings
 from collections import OrderedDict
 from inspect import cleandoc
 from io import BytesIO
@@ -21,6 +23,7 @@ from lightning_fms.data.sources.source import Document, DocumentError, Window
 
 _SHORTEST_PROSE = 120  # characters; shorter docstrings are mostly signatures
 _PARSED = 256
+_NEWLINE = re.compile(rb"\r\n?|\n")  # what ends a line for Python's parser
 _SKIPPED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__")
 
 
@@ -76,7 +79,7 @@ class PythonSource:
             encoding, _ = tokenize.detect_encoding(BytesIO(data).readline)
             text = data.decode(encoding)
             documents = {0: (len(data), text)} if self.kind == "code" else _prose(data)
-        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        except (OSError, SyntaxError, ValueError) as error:
             raise DocumentError(f"{path}: cannot be read as Python ({error})") from None
         self._parsed[file] = documents
         while len(self._parsed) > _PARSED:
@@ -94,11 +97,14 @@ def _python_files(folder: Path) -> list[Path]:
 
 def _prose(data: bytes) -> dict[int, tuple[int, str]]:
     """Return the docstrings and dictionary texts of a file: first byte -> (bytes, text)."""
-    line_starts = np.concatenate(([0], np.flatnonzero(np.frombuffer(data, dtype=np.uint8) == ord("\n")) + 1))
+    line_starts = [0, *(newline.end() for newline in _NEWLINE.finditer(data))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other people's invalid escape sequences
+        tree = ast.parse(data)
     documents = {}
-    for node in _strings(ast.parse(data)):
-        start = int(line_starts[node.lineno - 1]) + node.col_offset
-        stop = int(line_starts[(node.end_lineno or node.lineno) - 1]) + (node.end_col_offset or 0)
+    for node in _strings(tree):
+        start = line_starts[node.lineno - 1] + node.col_offset
+        stop = line_starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         text = cleandoc(str(node.value))
         if len(text) >= _SHORTEST_PROSE:
             documents[start] = (stop - start, text)
