@@ -127,13 +127,20 @@ def convert(
         linear = module.get_submodule(decision.name)
         if decision.converted:
             assert isinstance(linear, nn.Linear)
-            gathers_fp8 = config.enable_fsdp_float8_all_gather and linear.weight.shape[0] % shards == 0
-            if config.enable_fsdp_float8_all_gather and not gathers_fp8:
-                decision = dataclasses.replace(decision, note=f"gathered in bf16: rows do not divide by {shards}")
+            hinder = _hinders_fp8_gather(linear, shards) if config.enable_fsdp_float8_all_gather else ""
+            if hinder:
+                decision = dataclasses.replace(decision, note=f"gathered in bf16: {hinder}")
             if not is_float8(linear):
-                _convert_layer(linear, dataclasses.replace(config, enable_fsdp_float8_all_gather=gathers_fp8))
+                gather = config.enable_fsdp_float8_all_gather and not hinder
+                _convert_layer(linear, dataclasses.replace(config, enable_fsdp_float8_all_gather=gather))
         noted.append(decision)
     return noted
+
+
+def _hinders_fp8_gather(linear: nn.Linear, shards: int) -> str:
+    if isinstance(linear.weight, DTensor) and _wrapped(linear.weight) is None:
+        return "sharded before it was converted"
+    return f"rows do not divide by {shards}" if linear.weight.shape[0] % shards else ""
 
 
 def _convert_layer(linear: nn.Linear, config: Float8LinearConfig) -> None:

@@ -1,9 +1,8 @@
 """FP8 as a precision plugin of Lightning's Trainer.
 
-Everything that is no GEMM of a linear layer runs in bf16 as under `precision="bf16-mixed"`, and there are two ways to
-do that. A strategy that casts parameters itself (FSDP2's mixed-precision policy) wants no autocast: it says so by an
-attribute `casts_parameters = True`. Under any other strategy this plugin opens `torch.autocast` as Lightning's
-`MixedPrecision` does. It reports `precision = "bf16-mixed"` either way, because that is what the rest of the run is.
+Everything that is no GEMM of a linear layer runs in bf16, as under `precision="bf16-mixed"`, which is also what the
+plugin reports. Stock strategies enter its contexts around a step, and these are autocast, as in Lightning's
+`MixedPrecision`. `FSDPCompileStrategy` casts parameters itself and does not enter them.
 
 The plugin goes into the Trainer as an instance (`plugins=[FP8Precision()]`), never beside `precision=`: Lightning has
 no registry for precision names.
@@ -69,16 +68,15 @@ class FP8Precision(Precision):
         self.decisions: list[Decision] = []
         self._converted: nn.Module | None = None
         self._device = torch.device("cpu")
-        self._autocast = True
         self._inductor_before: bool | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Check the device, compare FP8 with bf16 on it, and convert `module` in place; again is harmless."""
         strategy = _strategy_of(module)
         self._device = strategy.root_device if strategy is not None else next(module.parameters()).device
-        self._autocast = not getattr(strategy, "casts_parameters", False)
         self._check_machine()
-        shards = getattr(strategy, "shard_size", 1)
+        mesh = getattr(strategy, "mesh_shape", None)  # a strategy that shards after this call
+        shards = 1 if mesh is None else mesh.shard
         config = self.config
         if self.all_gather and shards == 1:
             config = float8_config(self.recipe, emulate=self.emulate)
@@ -100,8 +98,8 @@ class FP8Precision(Precision):
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """bf16 autocast, unless the strategy casts parameters itself."""
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast, cache_enabled=False):
+        """bf16 autocast; a strategy that casts parameters itself does not enter it."""
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, cache_enabled=False):
             yield
 
     def teardown(self) -> None:
