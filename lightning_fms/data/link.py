@@ -53,12 +53,13 @@ class LoaderLink(Callback):
         """After a resume, express the loops' counters in micro-batches of this number of ranks."""
         if self.resumed_accumulate is None:
             return
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        for counts in (progress.current, progress.total):
-            back = counts.ready - counts.completed
+        epoch_loop = trainer.fit_loop.epoch_loop
+        # A save inside `on_train_batch_end` has its batch not yet completed, which Lightning makes up for; one after an
+        # exception may have begun a batch that will come again.
+        back = 1 if epoch_loop.restarted_on_train_batch_end else 0
+        for counts in (epoch_loop.batch_progress.current, epoch_loop.batch_progress.total):
             ready = counts.ready // self.resumed_accumulate * self.loader.slots.accumulate
-            vars(counts).update(ready=ready, started=ready, processed=ready)
-            counts.completed = ready - back
+            vars(counts).update(ready=ready, started=ready, processed=ready, completed=ready - back)
         self.resumed_accumulate = None
 
     def on_train_batch_start(

@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_fms.data.cursor import VERSION, Columns, State, check_same_run, make_state
 from lightning_fms.data.mixture import History, parse, resume
-from lightning_fms.data.packing import Batch, collate
+from lightning_fms.data.packing import Batch, Rows, collate
 from lightning_fms.data.slots import Slots
 from lightning_fms.data.sources import Listing, open_sources
 from lightning_fms.data.stream import Recipe, skip_flight
@@ -126,7 +126,9 @@ class StreamLoader:
 
     def _begin(self, state: State | None) -> None:
         saved = state["header"] if state else None
-        streams = self._asked_streams or (saved["num_streams"] if saved else self._rank["batch"])
+        streams = saved["num_streams"] if saved else self._rank["batch"]
+        if self._asked_streams is not None:
+            streams = self._asked_streams
         self.slots = Slots(streams=streams, **self._rank)
         window, names = self._documents["shuffle_window"], list(self._sources)
         self.skipped_documents = 0
@@ -216,7 +218,11 @@ class StreamLoader:
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield micro-batches without end; a new iteration goes on behind the last global batch taken."""
+        """Yield micro-batches without end; a new iteration goes on behind the last global batch taken.
+
+        A rank may have fewer rows than micro-batches. A micro-batch without any shows the rank's next row, which will come
+        again: its `row_valid` is all false, and its loss must count nothing.
+        """
         for micro in self.micro_batches():
             if micro.last:
                 self.apply(micro.step)
@@ -244,13 +250,14 @@ class StreamLoader:
             for k, part in enumerate(parts):
                 rows = step.rows.take(np.arange(part.start, part.stop))
                 targets = rows.labels_count(self.mask_first)
-                if len(rows) == 0:  # nothing to learn from here, but the device needs a row: show the next one
-                    rows = _peek(ahead, arriving)
-                batch = collate(rows, size, self.mask_first)
+                # With nothing to learn from, the device still needs a row with labels: show the next one, marked invalid.
+                shown = rows if len(rows) else _peek(ahead, arriving)
+                batch = collate(shown, size, self.mask_first)
+                batch["row_valid"][len(rows) :] = False
                 yield MicroBatch(batch, targets, part.stop - part.start, step, last=k == len(parts) - 1)
 
 
-def _peek(ahead: deque[Step], arriving: Iterator[Step]) -> Any:
+def _peek(ahead: deque[Step], arriving: Iterator[Step]) -> Rows:
     """Return the rank's next real row without consuming it."""
     while not any(len(step.rows) for step in ahead):
         ahead.append(next(arriving))

@@ -107,7 +107,10 @@ class RescalableDataModule(pl.LightningDataModule):
         if trainer is not None:
             kwargs = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
             self._data_rank = {"rank": kwargs["rank"], "world_size": kwargs["num_replicas"]}
-        if self._val_sources is not None:
+        if self._val_sources is None:
+            if trainer is not None and stage == "fit":
+                trainer.limit_val_batches = 0
+        else:
             val = StreamLoader(sources=self._val_sources, **self._data_rank, **self._everywhere)
             self._val_feed = Feed(val, self.val_steps * val.slots.accumulate, rewind=True)
         goes_on = self._served is trainer and trainer is not None and trainer.global_step > 0

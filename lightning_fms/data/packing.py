@@ -66,7 +66,8 @@ def collate(rows: Rows, size: int, mask_first: bool = False) -> Batch:
         mask_first: Whether the first token of a document is no target.
 
     Returns:
-        `input_ids`, `labels`, `position_ids`, `document_ids`: int64 `[size, T]`; `row_valid`: bool `[size]`.
+        `input_ids`, `labels`, `position_ids`, `document_ids`: int64 `[size, T]`; `row_valid`: bool `[size]`, false for rows
+        that are no part of the step.
         `position_ids` count from the document's first token in the row, `document_ids` number the documents of a row from 0.
     """
     count, seq_len = rows.tokens.shape[0], rows.tokens.shape[1] - 1

@@ -12,7 +12,6 @@ Legend: F fragments, S streams.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from lightning_fms.data.sources import Document, Source
 WINDOW_BYTES = 4 << 20
 """Bytes of a window: its offsets take kilobytes, and reading it to find them takes milliseconds."""
 
+_LINES = 3  # epochs whose line of fragments is kept: the streams of a source are rarely further apart
 _INDEX_BITS = 32
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
 
@@ -40,9 +40,9 @@ class SourceOrder:
         self.source, self.name, self.seed, self.streams = source, name, seed, streams
         self.file, self.start, self.size = source.listing.fragments
         self.total_bytes = int(self.size.sum())
-        self._line = lru_cache(maxsize=2)(self._make_line)
+        self._lines: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def _make_line(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _line(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the fragments in line order, and where each begins in the line (`[F + 1]`, bytes)."""
         order = Permutation(len(self.size), derive_key(self.seed, self.name, epoch, "fragments"))(
             np.arange(len(self.size))

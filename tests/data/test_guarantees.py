@@ -1,0 +1,227 @@
+"""The guarantees of the data layer, on chains of runs that change everything that may change.
+
+Legend: W data ranks, B rows a step, S streams, g row number, T seq_len.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fms.data import StreamLoader, merge_states
+from lightning_fms.data.segments import SourceOrder
+from tests.data.chains import Phase, document, run_phase, through_disk, write_jsonl, write_litdata
+
+STREAMS = 8
+SEQ_LEN = 48
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """Options of loaders over jsonl, litdata and both, by name."""
+    root = tmp_path_factory.mktemp("corpora")
+    prose, code = write_jsonl(root / "p", "p", 70), write_jsonl(root / "c", "c", 40)
+    chunks = write_litdata(root / "l", 60)
+    common = {"seq_len": SEQ_LEN, "num_streams": STREAMS, "shuffle_window": 5, "seed": 3}
+    return {
+        "jsonl": {"sources": {"p": prose}, **common},
+        "litdata": {"sources": {"l": chunks}, **common},
+        "mixed": {"sources": {"p": prose, "c": code, "l": chunks}, "mixture": {"p": 3, "c": 1, "l": 2}, **common},
+        "scheduled": {
+            "sources": {"p": prose, "c": code},
+            "mixture": {0: {"p": 3, "c": 1}, 40: {"p": 1, "c": 3}},
+            "bos": False, "eos": True, "mask_first": True, **common,
+        },
+    }  # fmt: skip
+
+
+@st.composite
+def phases(draw):
+    chain = []
+    for _ in range(draw(st.integers(1, 4))):
+        world = draw(st.integers(1, 7))
+        chain.append(
+            Phase(
+                world=world,
+                batch=draw(st.integers(world, 20)),
+                micro=draw(st.one_of(st.none(), st.integers(1, 4))),
+                steps=draw(st.integers(1, 6)),
+            )
+        )
+    return chain
+
+
+def run_chain(options, chain):
+    """Run the phases one after the other through saved states; return all rows by number and the last state."""
+    rows, state, first_row = {}, None, 0
+    for phase in chain:
+        new, state = run_phase(options, phase, state, first_row)
+        assert not set(new) & set(rows)
+        rows.update(new)
+        first_row += phase.batch * phase.steps
+        state = through_disk(state)
+        assert state["header"]["row"] == first_row
+    return rows, state
+
+
+@pytest.mark.parametrize("name", ["jsonl", "litdata", "mixed", "scheduled"])
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(chain=phases())
+def test_d2_same_batches_for_every_chain_of_ranks_and_batch_sizes(corpora, name, chain):
+    rows, state = run_chain(corpora[name], chain)
+    total = sum(phase.batch * phase.steps for phase in chain)
+    uninterrupted, end = run_phase(corpora[name], Phase(world=1, batch=1, micro=None, steps=total), None, 0)
+    assert rows == uninterrupted
+    assert torch.equal(state["rows"], end["rows"])
+
+
+@pytest.mark.parametrize("name", ["jsonl", "litdata", "mixed"])
+def test_d2_same_batches_for_any_number_of_workers(corpora, name):
+    chain = [
+        Phase(2, 9, 2, 5, workers=2),
+        Phase(1, 12, None, 6, workers=1),
+        Phase(3, 7, 1, 4),
+        Phase(1, 8, 3, 40, workers=2),
+    ]
+    rows, _ = run_chain(corpora[name], chain)
+    total = sum(phase.batch * phase.steps for phase in chain)
+    assert rows == run_phase(corpora[name], Phase(1, 1, None, total), None, 0)[0]
+
+
+def test_d2_same_batches_from_spawned_workers(corpora):
+    rows, _ = run_chain(corpora["mixed"], [Phase(1, 9, 2, 5, workers=1, context="spawn")])
+    assert rows == run_phase(corpora["mixed"], Phase(1, 1, None, 45), None, 0)[0]
+
+
+@pytest.mark.parametrize("name", ["jsonl", "litdata", "mixed"])
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(chain=phases())
+def test_d1_every_token_of_every_document_exactly_once(corpora, name, chain):
+    options = corpora[name]
+    rows, _ = run_chain(options, [*chain, Phase(world=1, batch=STREAMS, micro=None, steps=12)])
+    sources = StreamLoader(**options, global_batch_size=STREAMS)._sources
+    orders = {source: SourceOrder(opened, source, options["seed"], STREAMS) for source, opened in sources.items()}
+    for stream in range(STREAMS):
+        line = np.concatenate([np.frombuffer(rows[g][0], np.int64) for g in sorted(rows) if g % STREAMS == stream])
+        targets = np.concatenate([np.frombuffer(rows[g][1], np.int64) for g in sorted(rows) if g % STREAMS == stream])
+        assert np.array_equal(targets[:-1], line[1:])  # every token but the first is a target once, too
+        read = bytes_of_documents(line)
+        for source, order in orders.items():
+            mine = [text for text in read if text.startswith(source)]
+            assert mine == expected_documents(order, stream, options["shuffle_window"], len(mine))
+    for source, order in orders.items():  # and the streams' orders share out each epoch without rest
+        for epoch in (0, 1):
+            everything = [text for s in range(STREAMS) for text in epoch_documents(order, s, epoch, 5)]
+            assert sorted(everything) == sorted(document(source, n) for n in range(len(everything)))
+            assert len(everything) == {"p": 70, "c": 40, "l": 60}[source]
+
+
+def bytes_of_documents(line):
+    """Split a stream's line at the end-of-document token; the last document may be unfinished."""
+    ends = np.flatnonzero(line == 256)
+    return [part[part < 256].astype(np.uint8).tobytes().decode() for part in np.split(line, ends)][: len(ends)]
+
+
+def epoch_documents(order, stream, epoch, shuffle_window):
+    segment, position, texts = order.segment(stream, epoch, shuffle_window), 0, []
+    while (found := segment.find(position)) is not None:
+        content = segment.read(*found[1:])
+        texts.append(content if isinstance(content, str) else bytes(content[:-1].astype(np.uint8)).decode())
+        position = found[0] + 1
+    return texts
+
+
+def expected_documents(order, stream, shuffle_window, count):
+    """Return the first documents that a stream must read of a source, over as many epochs as it takes."""
+    texts, epoch = [], 0
+    while len(texts) < count:
+        texts += epoch_documents(order, stream, epoch, shuffle_window)
+        epoch += 1
+    return texts[:count]
+
+
+@pytest.mark.parametrize("name", ["jsonl", "mixed"])
+@pytest.mark.parametrize("steps", [0, 1, 9, 150])  # at the start, fewer steps than workers, inside and beyond epoch 3
+@pytest.mark.parametrize("workers", [0, 2])
+def test_d3_loaded_state_is_the_state(corpora, name, steps, workers):
+    _, state = run_phase(corpora[name], Phase(1, STREAMS, None, steps), None, 0)
+    loaders = [
+        StreamLoader(
+            **corpora[name],
+            global_batch_size=STREAMS,
+            rank=r,
+            world_size=3,
+            num_workers=workers,
+            state=through_disk(state),
+        )
+        for r in range(3)
+    ]
+    again = merge_states([loader.state_dict() for loader in loaders])
+    changing = {"accumulate"}
+    assert {k: v for k, v in again["header"].items() if k not in changing} == {
+        k: v for k, v in state["header"].items() if k not in changing
+    }
+    assert torch.equal(again["rows"], state["rows"])
+    if steps == 150:
+        assert state["rows"][:, 0].min() >= 3  # epoch of the first source
+
+
+def test_d3_state_is_small_and_independent_of_the_data(tmp_path):
+    sizes = []
+    for count in (50, 5000):
+        sources = {name: write_jsonl(tmp_path / f"{name}{count}", name, count) for name in "abcd"}
+        loader = StreamLoader(sources, seq_len=16, global_batch_size=8, num_streams=1024)
+        sizes.append(loader.state_dict()["rows"].nbytes)
+    assert sizes[0] == sizes[1] <= 256 * 1024
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(chain=phases())
+def test_d10_every_rank_yields_the_same_number_of_micro_batches(corpora, chain):
+    phase = chain[0]
+    loaders = [
+        StreamLoader(
+            **corpora["jsonl"],
+            global_batch_size=phase.batch,
+            micro_batch_size=phase.micro,
+            rank=r,
+            world_size=phase.world,
+        )
+        for r in range(phase.world)
+    ]
+    counts = set()
+    for loader in loaders:
+        lasts = []
+        for micro in loader.micro_batches():
+            lasts.append(micro.last)
+            assert micro.batch["input_ids"].shape[0] == loader.slots.micro_rows <= (phase.micro or phase.batch)
+            assert (micro.batch["labels"] != -100).any(), "a micro-batch without labels has a NaN loss"
+            assert int(micro.batch["row_valid"].sum()) == micro.rows
+            if sum(lasts) == phase.steps:
+                break
+        counts.add((len(lasts), tuple(lasts)))
+    assert len(counts) == 1
+
+
+def test_second_iteration_goes_on_behind_the_last_batch_taken(corpora):
+    loader = StreamLoader(**corpora["jsonl"], global_batch_size=4)
+    whole = [
+        b["input_ids"] for b, _ in zip(StreamLoader(**corpora["jsonl"], global_batch_size=4), range(6), strict=False)
+    ]
+    first = [b["input_ids"] for b, _ in zip(loader, range(3), strict=False)]
+    taken = loader.state_dict()["header"]["row"] // 4
+    second = [b["input_ids"] for b, _ in zip(loader, range(6 - taken), strict=False)]
+    assert all(torch.equal(a, b) for a, b in zip(whole, first[:taken] + second, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_state_loaded_during_iteration_is_refused_not_ignored(corpora, workers):
+    loader = StreamLoader(**corpora["jsonl"], global_batch_size=4, num_workers=workers)
+    state = loader.state_dict()
+    next(iter(loader))
+    with pytest.raises(RuntimeError, match="being iterated"):
+        loader.load_state_dict(state)
+    loader.close()
+    loader.load_state_dict(state)
+    assert loader.state_dict()["header"]["row"] == 0
