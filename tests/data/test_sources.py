@@ -1,5 +1,6 @@
 """Every format gives each document exactly once, whatever the cuts, and as it was written."""
 
+import itertools
 import json
 import random
 import tempfile
@@ -21,7 +22,7 @@ def documents(source: Source, cuts: list[int] | None = None, file: int = 0) -> l
     size = int(source.listing.sizes[file])
     edges = sorted({0, size, *(cut for cut in cuts or [] if 0 < cut < size)})
     found = []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         window = source.window(file, start, stop)
         assert window.starts.dtype == window.lengths.dtype == np.uint32
         assert np.all(window.starts < stop - start)
