@@ -27,6 +27,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fms.distributed import activation, checkpoint, commit, policy, rng, state
@@ -120,6 +122,7 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         self._seed = 0
         self._micro_batch = (-1, 0)  # (optimizer step, micro-batches of it so far)
         self._in_training_step = False
+        self._trainable: dict[str, bool] = {}
 
     # ---- processes and mesh
 
@@ -190,6 +193,7 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         self.model = module = self.precision_plugin.convert_module(module)
         self._seed = self._agree_on_seed()
         self._place(module)
+        self._trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         self._forbid_inference_mode(trainer)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -309,19 +313,31 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         with self._masters.active() if self._masters is not None else ExitStack():
             yield
 
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Backward; under manual optimization it runs inside the step, where FSDP's root has to be told."""
-        inside = self._in_training_step and is_sharded(self.model)  # type: ignore[arg-type]
-        if inside:
-            for root in self._roots():
-                root._get_fsdp_state()._register_pre_backward_hook(closure_loss)
-        with self._computing():
+        if not (self._in_training_step and self._roots()):
+            with self._computing():
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
+        for root in self._roots():  # nothing else would reduce the root's own parameters
+            root._get_fsdp_state()._register_pre_backward_hook(closure_loss)
+        with self._toggled_off_kept():
             result = super().backward(closure_loss, optimizer, *args, **kwargs)
-        if inside:
-            self._unshard_roots()
+        self._unshard_roots()
         return result
+
+    @contextmanager
+    def _toggled_off_kept(self) -> Iterator[None]:
+        """Gradients of parameters that `toggle_optimizer` switched off stay as they are.
+
+        It switches the shards; the root, gathered before, computes with parameters that did not hear of it.
+        """
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        kept = {p: p.grad for group in groups for p in group["params"] if not p.requires_grad}
+        for parameter in kept:
+            parameter.grad = None
+        yield
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
 
     def _after_optimizer_step(self, *_: Any) -> None:
         if self._masters is not None:
@@ -347,12 +363,15 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         for group in fsdp_modules(self.model):
             group.set_requires_gradient_sync(enabled, recurse=False)
 
-    def _roots(self) -> Iterator[Any]:
-        return (m for m in [self.model] if m in set(fsdp_modules(m)))  # type: ignore[arg-type]
+    def _roots(self) -> list[Any]:
+        return [self.model] if isinstance(self.model, FSDPModule) else []
 
     def _unshard_roots(self) -> None:
         for root in self._roots():
             root.unshard()
+            for name, parameter in root.named_parameters():  # gathered with the flags of a toggled optimizer
+                if not isinstance(parameter, DTensor):
+                    parameter.requires_grad_(self._trainable[name])
 
     def _reshard(self) -> None:
         if self.model is not None:
