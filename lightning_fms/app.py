@@ -85,7 +85,7 @@ def check(cfg: DictConfig) -> None:
     _check_processes(cfg)
 
 
-def _filled_in(plain: Mapping[str, Any]) -> Iterator[str]:
+def _filled_in(plain: Mapping[Any, Any]) -> Iterator[str]:
     # Partials in a model's arguments are completed by the model.
     yield from (f"model.{key}" for key in ("optimizer", "scheduler") if plain["model"].get(key, MISSING) == MISSING)
 
@@ -198,7 +198,7 @@ def _fill_vocabulary(cfg: DictConfig, datamodule: Any) -> None:
     """Take the vocabulary's size from the tokenizer where the config leaves it open, and compare where it does not."""
     size = getattr(getattr(datamodule, "tokenizer", None), "vocab_size", None)
     net = OmegaConf.select(cfg, "model.net")
-    if not isinstance(net, DictConfig) or "vocab_size" not in net:
+    if not isinstance(net, DictConfig) or "vocab_size" not in net.keys():  # noqa: SIM118, for `in` is false for ???
         return
     if not OmegaConf.is_missing(net, "vocab_size"):
         if size is not None and net.vocab_size < size:
@@ -271,7 +271,7 @@ def _say(text: str) -> None:
 
 def quiet() -> None:
     """Silence what Lightning says to everybody."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "lightning_fms"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)

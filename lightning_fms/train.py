@@ -8,6 +8,7 @@ says `debug=trace`; anything else is our mistake, and shows where.
 import os
 import sys
 import traceback
+from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -40,6 +41,16 @@ def is_mistake_of_user(error: BaseException) -> bool:
     return isinstance(error, kinds) or type(error).__name__ == "MisconfigurationException"
 
 
+def report(error: Exception) -> NoReturn:
+    """Say what went wrong, and exit: code 2 for a mistake of the user, 1 for ours."""
+    if not is_mistake_of_user(error):
+        traceback.print_exception(error)
+        sys.exit(1)
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+    print(f"fms-train: error{f' on rank {rank}' if rank != '0' else ''}: {one_line(error)}", file=sys.stderr)
+    sys.exit(2)
+
+
 @hydra.main(config_path=CONFIG_PATH, config_name=CONFIG_NAME, version_base=VERSION_BASE)
 def task(cfg: DictConfig) -> None:
     """One job: a run, or one of a multirun."""
@@ -48,24 +59,21 @@ def task(cfg: DictConfig) -> None:
 
     try:
         train(cfg, list(HydraConfig.get().overrides.task))
-    except Exception:
+    except Exception as error:
         if cfg.debug.traceback:
             traceback.print_exc()
-        raise
+        # Not raised on: Hydra would add a line of its own.
+        report(error)
 
 
 def main() -> None:
     """The console script."""
-    # Hydra raises instead of printing, so that all errors are reported in one place and form.
+    # Hydra raises what is wrong with a config instead of printing it, so that all errors have one form.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         task()
     except Exception as error:
-        if not is_mistake_of_user(error):
-            raise
-        rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
-        print(f"fms-train: error{f' on rank {rank}' if rank != '0' else ''}: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
+        report(error)
 
 
 if __name__ == "__main__":

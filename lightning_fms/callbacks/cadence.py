@@ -7,10 +7,10 @@ happen only on the steps that are logged anyway, and on every rank at the same s
 import lightning as L
 
 
-def logging_due(trainer: L.Trainer) -> bool:
-    """Whether the optimizer step that just ended is one whose metrics Lightning writes to the loggers."""
-    every = trainer.log_every_n_steps
-    return every > 0 and trainer.global_step % every == 0
+def logging_due(trainer: L.Trainer, steps_ahead: int = 0) -> bool:
+    """Whether metrics are written to the loggers at the optimizer step that just ended, or at one `steps_ahead` of it."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return every > 0 and (trainer.global_step + steps_ahead) % every == 0
 
 
 class StepClock:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_fms.callbacks.cadence import logging_due
+
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """2-norm of all gradients together, a scalar on their device; a collective where they are sharded."""
@@ -30,7 +32,6 @@ class GradNorm(L.Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Take the norm if the step that is about to be made is logged; no synchronisation."""
-        every = trainer.log_every_n_steps
-        if every > 0 and (trainer.global_step + 1) % every == 0:
+        if logging_due(trainer, steps_ahead=1):
             gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
             pl_module.log("grad_norm", total_norm(gradients), on_step=True, on_epoch=False)

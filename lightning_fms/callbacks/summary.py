@@ -1,7 +1,8 @@
 """One summary at the start of a run: what is streamed, sharded, compiled, swapped, converted, and what not and why.
 
-Each part knows best what it did, so each may have a `report`, a list of lines. They are shown once, when everything is
-set up and before the first step, so that a setting without effect is seen before it has cost a day.
+Each part knows best what it did, so each may have a `report`: a list of lines, or an object whose `lines()` gives them.
+They are shown once, when everything is set up and before the first step, so that a setting without effect is seen before
+it has cost a day.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ def reports(trainer: L.Trainer) -> Iterator[str]:
     parts: list[Any] = [getattr(trainer, "datamodule", None), trainer.strategy, trainer.precision_plugin]
     seen: set[str] = set()
     for part in [*parts, *trainer.callbacks]:  # type: ignore[attr-defined]
-        for line in getattr(part, "report", None) or ():
+        report = getattr(part, "report", None) or ()
+        for line in report.lines() if hasattr(report, "lines") else report:
             if line not in seen:
                 seen.add(line)
                 yield line

@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-INIT_STD = 0.02
-
 
 def rotary_tables(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary angles, fp32 [B, T, 1, E]; `position_ids` is int [B, T].
@@ -44,7 +42,7 @@ def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Projection(nn.Linear):
     """A linear layer without bias that initialises with its own standard deviation, also after `to_empty`."""
 
-    def __init__(self, in_features: int, out_features: int, std: float = INIT_STD) -> None:
+    def __init__(self, in_features: int, out_features: int, std: float) -> None:
         self.std = std
         super().__init__(in_features, out_features, bias=False)
 
@@ -56,20 +54,24 @@ class Projection(nn.Linear):
 class TokenEmbedding(nn.Embedding):
     """An embedding that starts like the linear layers: std 1, as in `nn.Embedding`, is 50 times too wide when tied."""
 
+    def __init__(self, num_embeddings: int, embedding_dim: int, std: float) -> None:
+        self.std = std
+        super().__init__(num_embeddings, embedding_dim)
+
     def reset_parameters(self) -> None:
-        """Fill the weight from N(0, 0.02)."""
-        nn.init.normal_(self.weight, std=INIT_STD)
+        """Fill the weight from N(0, std)."""
+        nn.init.normal_(self.weight, std=self.std)
 
 
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped key/value heads."""
 
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, residual_std: float) -> None:
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, std: float, residual_std: float) -> None:
         super().__init__()
         self.head_dim = dim // n_heads
-        self.q_proj = Projection(dim, n_heads * self.head_dim)
-        self.k_proj = Projection(dim, n_kv_heads * self.head_dim)
-        self.v_proj = Projection(dim, n_kv_heads * self.head_dim)
+        self.q_proj = Projection(dim, n_heads * self.head_dim, std)
+        self.k_proj = Projection(dim, n_kv_heads * self.head_dim, std)
+        self.v_proj = Projection(dim, n_kv_heads * self.head_dim, std)
         self.o_proj = Projection(n_heads * self.head_dim, dim, residual_std)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -86,10 +88,10 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: a gated unit with three matrices."""
 
-    def __init__(self, dim: int, ffn_dim: int, residual_std: float) -> None:
+    def __init__(self, dim: int, ffn_dim: int, std: float, residual_std: float) -> None:
         super().__init__()
-        self.gate_proj = Projection(dim, ffn_dim)
-        self.up_proj = Projection(dim, ffn_dim)
+        self.gate_proj = Projection(dim, ffn_dim, std)
+        self.up_proj = Projection(dim, ffn_dim, std)
         self.down_proj = Projection(ffn_dim, dim, residual_std)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -101,13 +103,13 @@ class Block(nn.Module):
     """One pre-norm decoder layer: attention, then feed-forward, each added to the residual stream."""
 
     def __init__(
-        self, dim: int, n_heads: int, n_kv_heads: int, ffn_dim: int, norm_eps: float, residual_std: float
+        self, dim: int, n_heads: int, n_kv_heads: int, ffn_dim: int, norm_eps: float, std: float, residual_std: float
     ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.attention = Attention(dim, n_heads, n_kv_heads, residual_std)
+        self.attention = Attention(dim, n_heads, n_kv_heads, std, residual_std)
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.ffn = FeedForward(dim, ffn_dim, residual_std)
+        self.ffn = FeedForward(dim, ffn_dim, std, residual_std)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
@@ -128,6 +130,8 @@ class Llama(nn.Module):
         rope_theta: base of the rotary frequencies. 500,000 as in Llama 3, good for contexts up to 8k.
         norm_eps: added to the mean square in RMSNorm.
         tie_embeddings: use the embedding as output head too. Saves V * D parameters, worth it in small models.
+        init_std: standard deviation of the initial weights. 0.02 suits a width of 2,000 and more; narrow models learn faster
+            from about 1 / sqrt(dim).
 
     Raises:
         ValueError: for a size that is not positive, or heads that do not divide.
@@ -144,6 +148,7 @@ class Llama(nn.Module):
         rope_theta: float = 500_000.0,
         norm_eps: float = 1e-5,
         tie_embeddings: bool = False,
+        init_std: float = 0.02,
     ) -> None:
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
@@ -164,13 +169,13 @@ class Llama(nn.Module):
         if n_heads % n_kv_heads:
             raise ValueError(f"{n_heads=}, {n_kv_heads=}: n_heads must be a multiple of n_kv_heads")
         self.head_dim, self.rope_theta = dim // n_heads, rope_theta
-        residual_std = INIT_STD / (2 * n_layers) ** 0.5
-        self.embedding = TokenEmbedding(vocab_size, dim)
+        residual_std = init_std / (2 * n_layers) ** 0.5
+        self.embedding = TokenEmbedding(vocab_size, dim, init_std)
         self.layers = nn.ModuleList(
-            Block(dim, n_heads, n_kv_heads, ffn_dim, norm_eps, residual_std) for _ in range(n_layers)
+            Block(dim, n_heads, n_kv_heads, ffn_dim, norm_eps, init_std, residual_std) for _ in range(n_layers)
         )
         self.norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.head = Projection(dim, vocab_size)
+        self.head = Projection(dim, vocab_size, init_std)
         if tie_embeddings:
             self.head.weight = self.embedding.weight
 

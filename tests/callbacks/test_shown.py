@@ -1,0 +1,133 @@
+"""Progress, sample, summary and checkpoints: what a user sees and keeps."""
+
+import io
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+from callback_runs import RandomTokens, tiny_module, trainer
+
+from lightning_fms.callbacks import GradNorm, Memory, Progress, Sample, StepCheckpoint, Summary, Throughput
+from lightning_fms.callbacks.progress import short_count, short_time
+from lightning_fms.models import generate
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{message}")
+    for message in (
+        ".*does not have many workers.*",
+        ".*`isinstance.treespec, LeafSpec",
+        ".*You defined a `validation_step` but have no `val_dataloader`",
+        ".*Checkpoint directory .* exists and is not empty",
+    )
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(tmp_path: Any, stream: io.StringIO, *others: L.Callback, **changes: Any) -> list[str]:
+    fit = trainer(tmp_path, *others, Progress(every_n_steps=2, stream=stream), **changes)
+    fit.fit(tiny_module(), datamodule=RandomTokens())
+    return stream.getvalue().splitlines()
+
+
+def test_a_log_file_gets_one_line_every_n_steps_with_the_columns_named_above(tmp_path) -> None:
+    head, *rows = shown(tmp_path, io.StringIO(), GradNorm(), Throughput(), Memory())
+    assert head.split() == ["step", "loss", "lr", "grad", "norm", "tokens/s", "memory", "left"]
+    assert [row.split()[0] for row in rows] == ["2", "4", "6"]
+    assert len({len(row) for row in (head, *rows)}) == 1
+    assert float(rows[0].split()[1]) == pytest.approx(3.4, abs=0.3)
+    assert rows[0].split()[2] == "1.00e-02"
+
+
+def test_columns_without_a_figure_stay_empty(tmp_path) -> None:
+    _, row, *_ = shown(tmp_path, io.StringIO())
+    assert len(row.split()) == 4  # step, loss, lr, left
+
+
+def test_the_loss_is_not_that_divided_for_accumulation(tmp_path) -> None:
+    _, row, *_ = shown(tmp_path, io.StringIO(), accumulate_grad_batches=4)
+    assert float(row.split()[1]) == pytest.approx(3.4, abs=0.3)
+
+
+def test_a_terminal_gets_a_live_line_that_leaves_nothing_behind(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("lightning_fms.callbacks.progress.REFRESH_SECONDS", 0.0)
+    stream = Terminal()
+    shown(tmp_path, stream, max_steps=5)
+    assert "\r        1" in stream.getvalue()
+    assert stream.getvalue().endswith("\r") or stream.getvalue().endswith("\n")
+
+
+def test_a_loss_is_read_only_for_a_line_that_is_shown(tmp_path, monkeypatch) -> None:
+    reads = []
+    monkeypatch.setattr("lightning_fms.callbacks.progress.metrics_of", lambda *_: reads.append(1) or {})
+    shown(tmp_path, io.StringIO(), max_steps=20)
+    assert len(reads) == 10
+
+
+def test_validation_gets_a_line_of_its_own(tmp_path) -> None:
+    lines = shown(tmp_path, io.StringIO(), val_check_interval=4, limit_val_batches=2)
+    assert any(line.strip().startswith("4  val_loss 3.") for line in lines)
+
+
+def test_figures_are_short() -> None:
+    assert [short_count(n) for n in (7.25, 999, 12_345, 1_234_567)] == ["7.25", "999", "12.3k", "1.23M"]
+    assert [short_time(s) for s in (0, 61, 4000)] == ["0:00", "1:01", "1:06:40"]
+
+
+def test_a_sample_is_generated_printed_and_kept(tmp_path, capsys) -> None:
+    sample = Sample(partial(generate, context=8, max_new_tokens=5), prompt="abc")
+    module = tiny_module()
+    trainer(tmp_path, sample).fit(module, datamodule=RandomTokens())
+    assert module.training
+    assert f"abc{sample.text}" in capsys.readouterr().out
+    expected = generate(module, RandomTokens().tokenizer.encode("abc"), 5, context=8, eos_id=0)
+    assert sample.text == RandomTokens().tokenizer.decode(expected)
+
+
+def test_a_sample_without_a_tokenizer_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="no tokenizer"):
+        trainer(tmp_path, Sample(generate)).fit(tiny_module(), RandomTokens().train_dataloader())
+    with pytest.raises(ValueError, match="prompt"):
+        Sample(generate, prompt="")
+
+
+def test_the_summary_collects_the_report_of_every_part_once(tmp_path, capsys) -> None:
+    class Kernels(L.Callback):
+        report = ["swapped: nothing"]
+
+    trainer(tmp_path, Kernels(), Kernels.__new__(type("Other", (Kernels,), {})), Summary()).fit(
+        tiny_module(), datamodule=RandomTokens()
+    )
+    out = capsys.readouterr().out
+    assert "CausalLM, 0.0" in out
+    assert "data: random tokens" in out
+    assert out.count("swapped: nothing") == 1
+
+
+def test_checkpoints_are_named_by_step_the_last_step_among_them_and_the_oldest_gone(tmp_path) -> None:
+    checkpoint = StepCheckpoint(str(tmp_path / "checkpoints"), every_n_steps=2, keep=2)
+    fit = trainer(tmp_path, checkpoint, enable_checkpointing=True, max_steps=7)
+    fit.fit(tiny_module(), datamodule=RandomTokens())
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step=6.ckpt", "step=7.ckpt"]
+
+
+def test_a_run_resumed_at_its_end_saves_nothing_twice(tmp_path) -> None:
+    def fit(ckpt_path: Any) -> None:
+        checkpoint = StepCheckpoint(str(tmp_path / "checkpoints"), every_n_steps=4)
+        trainer(tmp_path, checkpoint, enable_checkpointing=True, max_steps=4).fit(
+            tiny_module(), datamodule=RandomTokens(), ckpt_path=ckpt_path
+        )
+
+    fit(None)
+    fit(tmp_path / "checkpoints" / "step=4.ckpt")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step=4.ckpt"]
+
+
+@pytest.mark.parametrize("arguments", [{"every_n_steps": 0}, {"keep": 0}, {"keep": -2}])
+def test_checkpoint_settings_that_save_nothing_are_refused(arguments: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        StepCheckpoint(**arguments)
