@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from lightning_fms.distributed.strategy import FSDPCompileStrategy
@@ -111,21 +111,30 @@ def uneven_rows(folder: Path) -> dict[str, Any]:
     return {"notes": notes, "losses": train(net, 1)}
 
 
+def rows(devices: int) -> DataLoader:
+    """The same global batches of 4 rows on any number of devices."""
+    rank = dist.get_rank() if devices > 1 else 0
+    sampler = DistributedSampler(Counting(), devices, rank, shuffle=False)  # Lightning's own would shuffle
+    return DataLoader(Counting(), batch_size=4 // devices, sampler=sampler)
+
+
 def ddp(folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
-    run, losses = trainer(fp8=plugin(), devices=WORLD, strategy=DDPStrategy())
-    run.fit(causal_lm(), DataLoader(Counting(), batch_size=4 // WORLD))
+    run, losses = trainer(fp8=plugin(), devices=WORLD, strategy=DDPStrategy(), use_distributed_sampler=False)
+    run.fit(causal_lm(), rows(WORLD))
     return {"losses": losses.losses, "float8_layers": losses.float8_layers, "dtypes": losses.dtypes}
 
 
-def ours(fp8: FP8Precision | None, devices: int, save_to: Path | None = None, meta: bool = False) -> dict[str, Any]:
+def ours(
+    fp8: FP8Precision | None, devices: int, save_to: Path | None = None, meta: bool = False, compile: bool = False
+) -> dict[str, Any]:
     """A fit under the suite's strategy: losses, and the weights that it ended with."""
     torch.manual_seed(0)
-    strategy = FSDPCompileStrategy(compile=True, compile_options={"backend": "aot_eager"}, compile_strict=True)
-    run, losses = trainer(fp8=fp8, devices=devices, strategy=strategy)
+    strategy = FSDPCompileStrategy(compile=compile, compile_options={"backend": "aot_eager"}, compile_strict=True)
+    run, losses = trainer(fp8=fp8, devices=devices, strategy=strategy, use_distributed_sampler=False)
     with torch.device("meta" if meta else "cpu"):
         module = causal_lm()
-    run.fit(module, DataLoader(Counting(), batch_size=4 // devices))
+    run.fit(module, rows(devices))
     if save_to is not None:
         run.save_checkpoint(save_to)
     weights = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in module.state_dict().items()}
@@ -143,7 +152,7 @@ def ours_fp8(folder: Path) -> dict[str, Any]:
 
 
 def ours_gathered(folder: Path) -> dict[str, Any]:
-    return ours(plugin(all_gather=True), WORLD, folder / "gathered")
+    return ours(plugin(all_gather=True), WORLD, folder / "gathered", compile=True)
 
 
 def ours_gathered_meta(folder: Path) -> dict[str, Any]:
@@ -215,7 +224,7 @@ def test_rows_that_do_not_divide_are_gathered_in_bf16(results: list[dict[str, An
 def test_ddp_trains_like_one_device_with_the_same_global_batch(results: list[dict[str, Any]]) -> None:
     torch.manual_seed(0)
     run, alone = trainer(fp8=plugin())
-    run.fit(causal_lm(), DataLoader(Counting(), batch_size=4))
+    run.fit(causal_lm(), rows(1))
     mean = [sum(pair) / WORLD for pair in zip(*(found["ddp"]["losses"] for found in results), strict=True)]
     assert len(mean) == STEPS
     assert mean == pytest.approx(alone.losses, abs=0.02)  # each rank scales its own activations
@@ -230,7 +239,9 @@ def test_suite_strategy_trains_alike_on_one_and_two_ranks(results: list[dict[str
     assert alone["dtypes"] == {torch.bfloat16}
     for name in ("ours_fp8", "ours_gathered"):
         pairs = zip(*(found[name]["losses"] for found in results), strict=True)
-        assert [sum(pair) / WORLD for pair in pairs] == pytest.approx(alone["losses"], abs=0.02), name
+        assert [sum(pair) / WORLD for pair in pairs] == pytest.approx(alone["losses"], abs=0.05), (
+            name
+        )  # 1.5 ulp of a bf16 loss
         for found in results:
             assert found[name]["float8_layers"] == 14
             assert found[name]["dtypes"] == {torch.bfloat16}
@@ -252,7 +263,7 @@ def test_module_on_meta_is_converted_sharded_and_filled(results: list[dict[str, 
 def test_checkpoint_of_a_run_gathered_in_fp8_loads_into_bf16(results: list[dict[str, Any]], launch: Path) -> None:
     run, _ = trainer(fp8=None, strategy=FSDPCompileStrategy(), max_epochs=1)
     module = causal_lm()
-    run.fit(module, DataLoader(Counting(), batch_size=4), ckpt_path=launch / "gathered")
+    run.fit(module, rows(1), ckpt_path=launch / "gathered")
     assert run.global_step == STEPS
     saved = results[0]["ours_gathered"]["weights"]
     assert list(saved) == list(module.state_dict())
