@@ -1,7 +1,6 @@
 """Each document of an epoch belongs to one stream, in a new order each epoch, and a position leads straight to it."""
 
-import functools
-import operator
+import itertools
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -116,10 +115,11 @@ def test_every_epoch_has_a_new_order_and_other_segments(corpus: Text) -> None:
     order = SourceOrder(corpus, "web", 0, 4)
     epochs = [[documents(order, stream, epoch) for stream in range(4)] for epoch in range(3)]
     for one in range(3):
-        assert sorted(functools.reduce(operator.iadd, epochs[one], [])) == sorted(all_of(corpus))
+        assert sorted(itertools.chain(*epochs[one])) == sorted(all_of(corpus))
         for other in range(one):
             assert [set(part) for part in epochs[one]] != [set(part) for part in epochs[other]]
-            same = sum(a == b for a, b in zip(functools.reduce(operator.iadd, epochs[one], []), functools.reduce(operator.iadd, epochs[other], []), strict=True))
+            both = zip(itertools.chain(*epochs[one]), itertools.chain(*epochs[other]), strict=True)
+            same = sum(a == b for a, b in both)
             assert same < 15  # of 300; one is expected of two random orders
 
 
@@ -156,7 +156,7 @@ def test_more_streams_than_bytes(tmp_path: Path) -> None:
     order = SourceOrder(source, "web", 0, 9)
     for epoch in range(5):
         parts = [documents(order, stream, epoch) for stream in range(9)]
-        assert sorted(functools.reduce(operator.iadd, parts, [])) == [(0, 0, 1), (0, 2, 1)]
+        assert sorted(itertools.chain(*parts)) == [(0, 0, 1), (0, 2, 1)]
         assert max(map(len, parts)) == 1
     empty = next(order.segment(stream, 0, 4) for stream in range(9) if not documents(order, stream, 0))
     assert empty.find(0) is None
