@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -127,9 +128,11 @@ def verify(path: Path, names: Iterable[str] | None = None) -> dict[str, Any]:
 
 
 def listed_files(path: Path) -> list[str]:
-    """Names in the manifest, sorted; empty if there is none."""
-    manifest = path / MANIFEST
-    return sorted(json.loads(manifest.read_bytes())["files"]) if manifest.is_file() else []
+    """Names in the manifest, sorted; empty if there is no readable one."""
+    try:
+        return sorted(json.loads((path / MANIFEST).read_bytes())["files"])
+    except (OSError, ValueError):
+        return []
 
 
 def committed(folder: Path) -> list[Path]:
@@ -141,7 +144,7 @@ def committed(folder: Path) -> list[Path]:
                 header = json.loads((entry / COMMIT).read_bytes())
                 found.append(((int(header["step"]), int(header["time_ns"])), entry))
             except (ValueError, KeyError, TypeError, OSError):
-                found.append(((-1, 0), entry))
+                found.append(((sys.maxsize, 0), entry))  # first in line, so that someone hears of it
     return [entry for _, entry in sorted(found, key=lambda item: item[0], reverse=True)]
 
 

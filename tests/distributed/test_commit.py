@@ -1,0 +1,210 @@
+"""F1/F2 on the file system: a crash before any file operation, or any damage, never yields a checkpoint that is not whole."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fms.distributed import CheckpointError, checkpoint, commit, latest_committed
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    return {"model.a": torch.full((4, 3), float(step)), "model.b": torch.tensor(float(step))}
+
+
+def save(path: Path, step: int) -> None:
+    checkpoint.save(path, tensors(step), {"step": step, "nested": [1, {"x": torch.ones(2)}]}, step)
+
+
+def load(path: Path) -> int:
+    checkpoint.verify(path)
+    target = {name: torch.zeros_like(t) for name, t in tensors(0).items()}
+    checkpoint.load_tensors(path, target)
+    step = checkpoint.load_state(path)["step"]
+    assert all(torch.equal(target[name], t) for name, t in tensors(step).items()), "torn: tensors of another step"
+    return int(step)
+
+
+class Crash(BaseException):
+    """Not an Exception: nothing in between may swallow it."""
+
+
+class FileOperations:
+    """Counts file operations below a folder and crashes before number `fatal`; nothing runs after a crash."""
+
+    events = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+    def __init__(self) -> None:
+        self.folder, self.count, self.fatal, self.dead = "", 0, -1, False
+        self.active = False
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.active or event not in self.events or not self._concerns(args):
+            return
+        if event == "open" and args[1] is not None and not set(str(args[1])) & set("wax+") and not self.dead:
+            return  # reading harms nothing
+        if self.dead or self.count == self.fatal:
+            self.dead = True
+            raise Crash
+        self.count += 1
+
+    def _concerns(self, args: tuple[Any, ...]) -> bool:
+        return any(isinstance(a, str | Path) and str(a).startswith(self.folder) for a in args[:2])
+
+    def run(self, folder: Path, fatal: int, task: Callable[[], None]) -> bool:
+        self.folder, self.count, self.fatal, self.dead, self.active = str(folder), 0, fatal, False, True
+        try:
+            task()
+        except BaseException:
+            if not self.dead:
+                raise
+        finally:
+            self.active = False
+        return self.dead
+
+
+@pytest.fixture(scope="module")
+def operations() -> FileOperations:
+    return FileOperations()
+
+
+@pytest.mark.parametrize("scenario", ["new", "overwrite", "rotate"])
+def test_a_crash_before_any_file_operation_leaves_a_whole_checkpoint_at_least_as_new(operations, tmp_path, scenario):
+    fatal = 0
+    while True:
+        folder = tmp_path / str(fatal)
+        save(folder / "step=1", 1)
+
+        def task(folder: Path = folder) -> None:
+            save(folder / ("step=1" if scenario == "overwrite" else "step=2"), 2)
+            if scenario == "rotate":
+                commit.remove(folder / "step=1")
+
+        crashed = operations.run(folder, fatal, task)
+        found = latest_committed(folder)
+        assert found is not None, f"no checkpoint after a crash at operation {fatal}"
+        assert load(found) in (1, 2)
+        if scenario == "overwrite":
+            assert load(commit.resolve(folder / "step=1")) in (1, 2)
+        save(folder / "step=3", 3)  # the next attempt is not hindered by debris
+        assert load(latest_committed(folder)) == 3
+        if not crashed:
+            assert load(found) == 2
+            assert operations.count > 5
+            break
+        fatal += 1
+
+
+def test_the_newest_is_by_step_and_leftovers_of_dead_attempts_are_cleared(tmp_path):
+    save(tmp_path / "b", 2)
+    save(tmp_path / "a", 10)
+    os.utime(tmp_path / "b")
+    assert latest_committed(tmp_path) == tmp_path / "a"
+    debris = commit.staging_folder(tmp_path / "a", "0" * 8)
+    other = commit.staging_folder(tmp_path / "a.b", "0" * 8)
+    debris.mkdir()
+    other.mkdir()
+    save(tmp_path / "a", 11)
+    assert not debris.exists()
+    assert other.exists(), "belongs to another checkpoint"
+    assert latest_committed(tmp_path / "nowhere") is None
+
+
+def flip(path: Path) -> None:
+    file = next(path.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped bit": (flip, "has changed"),
+    "missing file": (lambda p: next(p.glob("*.distcp")).unlink(), "missing"),
+    "missing index": (lambda p: (p / ".metadata").unlink(), "missing"),
+    "short file": (lambda p: os.truncate(p / "state.pt", 10), "10 bytes"),
+    "foreign file": (lambda p: (p / "__7_0.distcp").write_bytes(b"x"), "does not belong"),
+    "empty manifest": (lambda p: os.truncate(p / "manifest.json", 0), "manifest.json"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json"),
+    "torn COMMIT": (lambda p: os.truncate(p / "COMMIT", 5), "damaged"),
+    "newer format": (
+        lambda p: (p / "COMMIT").write_text(json.dumps({"format": 99, "step": 5, "time_ns": 0})),
+        "format 99",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_found_and_the_next_older_valid_one_is_taken_with_a_word(tmp_path, caplog, damage):
+    harm, message = DAMAGE[damage]
+    save(tmp_path / "old", 1)
+    save(tmp_path / "new", 2)
+    harm(tmp_path / "new")
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.verify(tmp_path / "new")
+    assert latest_committed(tmp_path) == tmp_path / "old"
+    assert "passing over" in caplog.text
+    harm(tmp_path / "old")
+    with pytest.raises(CheckpointError, match="none of the 2"):
+        latest_committed(tmp_path)  # a restart from zero would hide the loss
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_overwritten(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        save(tmp_path / "data", 1)
+    assert (tmp_path / "data" / "thesis.txt").exists()
+    with pytest.raises(ValueError, match="file system"):
+        save(Path("s3://bucket/x"), 1)
+
+
+def test_files_and_links_of_that_name_are_replaced(tmp_path):
+    (tmp_path / "last.ckpt").write_text("plain")
+    save(tmp_path / "last.ckpt", 1)
+    assert load(tmp_path / "last.ckpt") == 1
+    (tmp_path / "link.ckpt").symlink_to("last.ckpt")
+    save(tmp_path / "link.ckpt", 2)
+    assert load(tmp_path / "link.ckpt") == 2
+    assert load(tmp_path / "last.ckpt") == 1
+    checkpoint.write_plain_file(tmp_path / "last.ckpt", {"a": 1})
+    assert torch.load(tmp_path / "last.ckpt") == {"a": 1}
+    commit.remove(tmp_path / "last.ckpt")
+    commit.remove(tmp_path / "link.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_raises_and_leaves_the_target_and_no_debris(tmp_path, monkeypatch):
+    save(tmp_path / "x", 1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "serialize", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(tmp_path / "x", 2)
+    assert load(tmp_path / "x") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.system, ("touch /tmp/fms_evil",))
+
+
+def test_no_pickled_code_of_others_runs(tmp_path, caplog):
+    checkpoint.save(tmp_path / "x", tensors(1), {"path": Path("a")}, 1)
+    assert "state['path'] is a PosixPath" in caplog.text
+    with pytest.raises(CheckpointError, match="weights_only=False"):
+        checkpoint.load_state(tmp_path / "x")
+    assert checkpoint.load_state(tmp_path / "x", weights_only=False) == {"path": Path("a")}
+    import pickle  # noqa: PLC0415
+
+    (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"system"):
+        checkpoint.read_metadata(tmp_path / "x")
