@@ -369,25 +369,8 @@ for _name in ("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdi
 _HANDLERS.pop(None, None)
 
 # Read from the object itself, nothing is computed.
-_PROPERTIES = [
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "layout",
-    "requires_grad",
-    "is_leaf",
-    "grad_fn",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "is_sparse",
-    "is_quantized",
-    "is_nested",
-    "_version",
-    "output_nr",
-    "_base",
-]
+_PROPERTIES = ["shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu"]
+_PROPERTIES += ["is_meta", "is_sparse", "is_quantized", "is_nested", "_version", "output_nr", "_base"]
 _METHODS = [
     "size",
     "dim",
@@ -398,13 +381,8 @@ _METHODS = [
     "is_contiguous",
     "is_floating_point",
     "is_complex",
-    "element_size",
-    "storage_offset",
-    "get_device",
-    "__len__",
-    "__hash__",
-    "is_inference",
 ]
+_METHODS += ["element_size", "storage_offset", "get_device", "__len__", "__hash__", "is_inference"]
 _METADATA = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
 _METADATA |= {torch.numel, torch.is_floating_point, torch.is_complex}
 

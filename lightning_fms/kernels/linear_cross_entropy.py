@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fms.kernels._triton import tl, triton, use_triton
+from lightning_fms.kernels._triton import use_triton
+from lightning_fms.kernels.cross_entropy_rows import cross_entropy_rows, scale_in_place
 
 CHUNK_BYTES = 512 * 2**20  # 4 chunks at 8,192 tokens and a vocabulary of 128,256: the memory knee of the benchmark
 NATIVE_CHUNKS = 4  # docs/kernels.md has the measured error of the weight gradient by number of chunks
-ROW_BLOCK, ROW_WARPS = 8192, 16  # vocabulary entries a step and warps of the row kernel
 _CHUNK_ROWS = 128  # chunks are multiples of a GEMM tile
 _ROW_ALIGN = 64  # elements: an odd vocabulary (50257) would push cuBLAS off its aligned kernels
 _REDUCTIONS = ("mean", "sum", "none")
@@ -141,131 +141,7 @@ def _validate(
         raise ValueError(f"{chunk_bytes=} must be positive")
 
 
-# ---- the Triton kernels -------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _rows_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr,
-    target_ptr,
-    loss_ptr,
-    scale_ptr,
-    scale_stride,
-    vocab,
-    row_stride,
-    ignore_index,
-    SMOOTHING: tl.constexpr,
-    WRITE_GRAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program a row: loss of the row, and its logits overwritten with scale * d loss / d logits."""
-    row = tl.program_id(0).to(tl.int64)  # rows x vocabulary passes 2^31 at 16,384 x 131,072
-    logits_ptr += row * row_stride
-    target = tl.load(target_ptr + row)
-    in_range = (target >= 0) & (target < vocab)
-    if in_range & (target != ignore_index):
-        peak = -float("inf")
-        total = 0.0
-        plain_sum = 0.0
-        for start in range(0, vocab, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            x = tl.load(logits_ptr + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
-            if SMOOTHING > 0:
-                plain_sum += tl.sum(tl.where(column < vocab, x, 0.0), 0)
-            new_peak = tl.maximum(peak, tl.max(x, 0))
-            base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-            total = total * tl.exp(peak - base) + tl.sum(tl.exp(x - base), 0)
-            peak = new_peak
-        log_total = peak + tl.log(total)
-        loss = log_total - tl.load(logits_ptr + target).to(tl.float32)
-        if SMOOTHING > 0:
-            loss = (1.0 - SMOOTHING) * loss + SMOOTHING * (log_total - plain_sum / vocab)
-        tl.store(loss_ptr + row, loss)
-        if WRITE_GRAD:
-            tl.debug_barrier()  # every warp has read the target's logit before one of them overwrites it
-            scale = tl.load(scale_ptr + row * scale_stride)
-            for start in range(0, vocab, BLOCK):
-                column = start + tl.arange(0, BLOCK)
-                x = tl.load(logits_ptr + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
-                grad = tl.exp(x - log_total)
-                grad = tl.where(column == target, grad - (1.0 - SMOOTHING), grad)
-                if SMOOTHING > 0:
-                    grad -= SMOOTHING / vocab
-                grad *= scale
-                tl.store(logits_ptr + column, grad.to(logits_ptr.dtype.element_ty), mask=column < vocab)
-    else:  # ignored, or out of range: the loss slot is written in any case, and no wild address is read
-        tl.store(loss_ptr + row, tl.where(target == ignore_index, 0.0, float("nan")))
-        if WRITE_GRAD:
-            for start in range(0, vocab, BLOCK):
-                column = start + tl.arange(0, BLOCK)
-                zero = tl.zeros((BLOCK,), tl.float32).to(logits_ptr.dtype.element_ty)
-                tl.store(logits_ptr + column, zero, mask=column < vocab)
-
-
-@triton.jit
-def _scale_kernel(values_ptr, scale_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """values *= scale, without touching memory where the scale is 1 (a plain `loss.backward()`)."""
-    scale = tl.load(scale_ptr)
-    if scale != 1.0:
-        offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(values_ptr + offset, mask=offset < count).to(tl.float32) * scale
-        tl.store(values_ptr + offset, x.to(values_ptr.dtype.element_ty), mask=offset < count)
-
-
-# ---- one chunk of rows, in Triton or PyTorch ----------------------------------------------------------------------
-
-
-def _rows(
-    logits: Tensor,
-    target: Tensor,
-    loss: Tensor,
-    scale: Tensor | None,
-    ignore_index: int,
-    smoothing: float,
-    triton_: bool,
-) -> None:
-    """Write the rows' losses; with a `scale` ([1] or [rows]), overwrite `logits` by their scaled gradient."""
-    if not triton_:
-        return _rows_reference(logits, target, loss, scale, ignore_index, smoothing)
-    rows, vocab = logits.shape
-    if rows:
-        _rows_kernel[(rows,)](
-            logits,
-            target,
-            loss,
-            loss if scale is None else scale,
-            0 if scale is None or scale.numel() == 1 else 1,
-            vocab,
-            logits.stride(0),
-            ignore_index,
-            SMOOTHING=smoothing,
-            WRITE_GRAD=scale is not None,
-            BLOCK=min(ROW_BLOCK, triton.next_power_of_2(vocab)),
-            num_warps=ROW_WARPS,
-        )
-    return None
-
-
-def _rows_reference(
-    logits: Tensor, target: Tensor, loss: Tensor, scale: Tensor | None, ignore_index: int, smoothing: float
-) -> None:
-    vocab = logits.shape[1]
-    x = logits.to(loss.dtype)
-    in_range = (target >= 0) & (target < vocab)
-    use = in_range & (target != ignore_index)
-    column = torch.where(in_range, target, 0)[:, None]
-    log_total = torch.logsumexp(x, 1)
-    rows = (1 - smoothing) * (log_total - x.gather(1, column)[:, 0])
-    if smoothing:
-        rows += smoothing * (log_total - x.mean(1))
-    loss.copy_(torch.where(use, rows, torch.where(target == ignore_index, 0.0, float("nan"))))
-    if scale is not None:
-        grad = x.sub_(log_total[:, None]).exp_() if x is not logits else (x - log_total[:, None]).exp_()
-        grad.scatter_add_(1, column, grad.new_full((), smoothing - 1.0).expand(len(column), 1))
-        if smoothing:
-            grad -= smoothing / vocab
-        grad *= scale[:, None]
-        logits.copy_(grad.masked_fill_(~use[:, None], 0.0))
+# ---- chunks of tokens ---------------------------------------------------------------------------------------------
 
 
 def _accumulate(total: Tensor, logits_grad: Tensor, hidden: Tensor, first: bool) -> None:
@@ -341,7 +217,7 @@ def _chunked(
             logits, h = buffer[: part.stop - start, :vocab], hidden[part]
             torch.mm(h, w.t(), out=logits) if b is None else torch.addmm(b, h, w.t(), out=logits)
             part_scale = scale if scale.numel() == 1 else scale[part]
-            _rows(
+            cross_entropy_rows(
                 logits, target[part], loss[part], part_scale if any(needs) else None, ignore_index, smoothing, triton_
             )
             if needs[0]:
@@ -407,20 +283,9 @@ def _forward_op(
 
 @_forward_op.register_fake
 def _forward_fake(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-    chunk_bytes: int,
-    accumulate: str,
-    backend: str,
-    grad_hidden: bool,
-    grad_weight: bool,
-    grad_bias: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, _ignore: int, _smoothing: float, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    reduction, *_, grad_hidden, grad_weight, grad_bias = options
     now = _scaled_afterwards(hidden.dtype, reduction)
     dtype = _loss_dtype(hidden.dtype)
     return (
@@ -460,20 +325,9 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _backward_fake(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    scale: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    chunk_bytes: int,
-    accumulate: str,
-    backend: str,
-    grad_hidden: bool,
-    grad_weight: bool,
-    grad_bias: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    *_, grad_hidden, grad_weight, grad_bias = options
     return (
         hidden.new_empty(hidden.shape if grad_hidden else 0),
         hidden.new_empty(weight.shape if grad_weight else 0, dtype=weight.dtype),
@@ -508,7 +362,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | Non
     elif type(grad_loss) is Tensor and type(ctx.ready[0]) is Tensor:
         grads, ctx.ready = ctx.ready, None
         for grad in grads:
-            _scale_in_place(grad, grad_loss, ctx.options[5])
+            scale_in_place(grad, grad_loss, ctx.options[5])
     else:  # traced: the compiler decides about reuse
         grads = tuple(grad * grad_loss.to(grad.dtype) for grad in ctx.ready)
     grad_hidden, grad_weight, grad_bias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
@@ -523,16 +377,6 @@ def _recomputed(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, ...]:
     return torch.ops.lightning_fms.linear_cross_entropy_backward(
         hidden, weight, bias, target, scale, ignore_index, smoothing, *rest
     )
-
-
-def _scale_in_place(values: Tensor, scale: Tensor, backend: str) -> None:
-    if not values.numel():
-        return
-    if use_triton(backend, values.device, values.dtype):
-        block = 4096
-        _scale_kernel[(triton.cdiv(values.numel(), block),)](values, scale, values.numel(), BLOCK=block)
-    else:
-        values.mul_(scale)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

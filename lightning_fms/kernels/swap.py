@@ -89,14 +89,14 @@ def find_head(module: nn.Module, name: str | None = None) -> tuple[str | None, s
     """
     modules = dict(module.named_modules())
     if name is not None:
-        if type(modules.get(name)) is not nn.Linear:
-            known = ", ".join(n for n, m in modules.items() if type(m) is nn.Linear)
+        if not _is_plain_linear(modules.get(name)):
+            known = ", ".join(n for n, m in modules.items() if _is_plain_linear(m))
             raise ValueError(f"head={name!r} is no nn.Linear of this module; it has {known or 'none'}")
         return name, "named by the user"
     embeddings = [m for m in modules.values() if isinstance(m, nn.Embedding)]
     if not embeddings:
         return None, "the module has no nn.Embedding to tell the vocabulary by; name the head: head='...'"
-    linears = {n: m for n, m in modules.items() if type(m) is nn.Linear}
+    linears = {n: m for n, m in modules.items() if _is_plain_linear(m)}
     tied = [n for n, m in linears.items() if any(m.weight is e.weight for e in embeddings)]
     repeated = _names_in_repeated_blocks(module)
     sizes = {(e.num_embeddings, e.embedding_dim) for e in embeddings}
@@ -108,6 +108,11 @@ def find_head(module: nn.Module, name: str | None = None) -> tuple[str | None, s
             return None, f"{', '.join(found)} could each be the head; name one: head={found[-1]!r}"
     vocabularies = ", ".join(str(e.num_embeddings) for e in embeddings)
     return None, f"no plain nn.Linear has the size of a vocabulary ({vocabularies}); name the head: head='...'"
+
+
+def _is_plain_linear(module: nn.Module | None) -> bool:
+    """A Linear, or a subclass that computes the same (it may initialise itself differently)."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def _names_in_repeated_blocks(module: nn.Module) -> list[str]:
