@@ -80,7 +80,9 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(f"{key} is missing: give {key}=<value>")
     plain = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(plain, dict)
-    check_targets(plain, supplied={VOCAB, *_filled_in(plain)})
+    # Others take values from these by interpolation; a mistake is reported where it was made.
+    first = {group: plain[group] for group in ("trainer", "data", "optimizer", "scheduler")}
+    check_targets({**first, **plain}, supplied={VOCAB, *_filled_in(plain)})
     _check_resume(cfg)
     _check_processes(cfg)
 

@@ -5,7 +5,7 @@ constructor trips over it, minutes later and far away. Every `_target_` names a 
 and types it takes, so a config can be checked without running anything. A mistake is one line: the value, what is wrong
 with it, the fix.
 
-Only what can be decided from plain values is: an annotation that is no plain type is not checked.
+An annotation that says nothing about plain values (a type variable, a protocol) is not checked.
 """
 
 import difflib
@@ -101,7 +101,12 @@ def matches(value: Any, hint: Any) -> bool:
         return isinstance(value, list) and (not same or _match_all(value, same))
     if kind in (dict, Mapping):
         return isinstance(value, Mapping)
-    return value is not None or kind is Any or not isinstance(kind, type)
+    if kind is Any or not isinstance(kind, type):
+        return True
+    try:
+        return isinstance(value, kind)
+    except TypeError:  # A protocol that cannot be asked.
+        return True
 
 
 def _match_all(values: list[Any], hints: list[Any]) -> bool:

@@ -1,0 +1,66 @@
+"""Runs of the app: in this process for speed, or as a user starts it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_fms.train import main
+
+# The quickstart, cut down to a few steps of a tiny model.
+SHORT = (
+    "experiment=quickstart",
+    "trainer.max_steps=4",
+    "trainer.log_every_n_steps=1",
+    "scheduler.warmup_steps=1",
+    "model.net.dim=32",
+    "model.net.n_layers=2",
+    "data.seq_len=32",
+    "data.global_batch_size=4",
+    "data.val_steps=1",
+    "data.val_every_n_steps=2",
+    "callbacks.checkpoint.every_n_steps=2",
+    "callbacks.sample.generate.max_new_tokens=4",
+)
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without what launchers and former runs left in it."""
+    left = (
+        "LIGHTNING_FMS_",
+        "LOCAL_RANK",
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_",
+        "TORCHELASTIC",
+        "NODE_RANK",
+        "PL_",
+        "HYDRA",
+    )
+    return {name: value for name, value in os.environ.items() if not name.startswith(left)}
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
+    """`fms-train <overrides>` in this process; its exit code."""
+    for name in set(os.environ) - set(clean_environment()):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["fms-train", *overrides])
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def start(cwd: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, as a user starts it."""
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=clean_environment() | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )

@@ -1,0 +1,94 @@
+"""Every config that ships: it composes, every key fits its target, and its head says how to run it."""
+
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+
+import lightning_fms.conf
+from lightning_fms.app import check, devices_asked
+from lightning_fms.config_check import ConfigError
+
+CONF = Path(str(files(lightning_fms.conf)))
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+OPTIONS = sorted(
+    f"{path.parent.name}={path.stem}"
+    for path in CONF.glob("*/*.yaml")
+    if path.parent.name not in ("experiment", "paths")
+)
+# What an experiment leaves to the user.
+OWN_DATA = ("data.sources={web: somewhere/*.jsonl}", "data.tokenizer=tokenizer.json")
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_module("lightning_fms.conf", version_base="1.3"):
+        return compose("train", overrides=list(overrides))
+
+
+def test_the_groups_are_those_of_the_design() -> None:
+    groups = {path.name for path in CONF.iterdir() if path.is_dir() and not path.name.startswith("__")}
+    assert groups >= {
+        "callbacks", "data", "debug", "experiment", "kernels", "logger", "model", "optimizer", "paths", "precision",
+        "scheduler", "strategy", "trainer",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes_and_fits(experiment: str) -> None:
+    overrides = [f"experiment={experiment}"]
+    cfg = composed(*overrides)
+    own = [*overrides, *(OWN_DATA if OmegaConf.is_missing(cfg.data, "sources") else ())]
+    check(composed(*own))
+    assert cfg.name == experiment
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_of_every_group_composes_and_fits(option: str) -> None:
+    check(composed(option, *(OWN_DATA if option == "data=text" else ())))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_begins_with_the_command_that_runs_it(experiment: str) -> None:
+    # Hydra reads the package directive from the very first line, and there only.
+    directive, command, *_ = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
+    assert directive == "# @package _global_"
+    assert f"experiment={experiment}" in command
+    assert command.startswith(("# fms-train ", "# torchrun "))
+
+
+def test_what_the_user_must_give_is_asked_for_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"data\.sources is missing: give data\.sources=<value>"):
+        check(composed("experiment=llama_1b"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "+trainer.max_stepz=5",
+            r"trainer\.max_stepz=5: Trainer has no argument 'max_stepz'; did you mean 'max_steps'",
+        ),
+        ("trainer.max_steps=many", r"trainer\.max_steps=many: Trainer wants a whole number"),
+        ("optimizer.lr=fast", r"optimizer\.lr=fast: AdamW wants"),
+        ("model.net.dim=wide", r"model\.net\.dim=wide: Llama wants a whole number"),
+        ("optimizer._target_=torch.optim.AdamX", r"AdamX: cannot be imported"),
+        ("resume=true", "resume=True"),
+        ("trainer.devices=0", r"trainer\.devices=0: give a number of devices"),
+        ("trainer.num_nodes=2", r"trainer\.num_nodes=2: the nodes must be started together; use torchrun"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_is_built(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(composed("experiment=quickstart", override))
+
+
+@pytest.mark.parametrize(("devices", "number"), [("3", 3), ("[0,2]", 2), ("'0,2'", 2), ("auto", 1)])
+def test_the_number_of_devices_follows_from_every_way_to_write_it(devices: str, number: int) -> None:
+    assert devices_asked(composed(f"trainer.devices={devices}", "trainer.accelerator=cpu").trainer) == number
+
+
+def test_the_model_follows_the_shapes_that_it_names() -> None:
+    net = composed("model=llama_8b").model.net
+    assert (net.dim, net.n_layers, net.n_heads, net.n_kv_heads, net.ffn_dim) == (4096, 32, 32, 8, 14336)

@@ -1,0 +1,154 @@
+"""`fms-train`: a run and what it leaves, resuming it, and mistakes that leave nothing."""
+
+from pathlib import Path
+
+import pytest
+from app_runs import SHORT, call, start
+from lightning.pytorch.callbacks import Callback
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_fms.distributed import latest_committed
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # The app decides what a user sees; a test of its own looks at that.
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def scalars(run: str, tag: str) -> dict[int, float]:
+    events = EventAccumulator(f"{run}/tensorboard").Reload()
+    return {event.step: event.value for event in events.Scalars(tag)}
+
+
+def test_a_run_trains_shows_and_keeps_everything(monkeypatch, capsys) -> None:
+    assert call(monkeypatch, *SHORT) == 0
+    out = capsys.readouterr().out
+    for shown in (
+        "source prose",
+        "grad norm",
+        "val_loss",
+        "def ",
+        "Next:",
+        "fms-train resume=auto",
+        "tensorboard --logdir runs",
+    ):
+        assert shown in out
+    run = Path("runs/quickstart/001")
+    assert {path.name for path in run.iterdir()} >= {"run.yaml", "config.yaml", "checkpoints", "tensorboard"}
+    assert latest_committed(run / "checkpoints").name.startswith("step=4")
+    assert len(scalars(str(run), "loss")) == 4
+    for tag in ("val_loss", "grad_norm", "memory_gib", "data/code/share", "tokens_per_second"):
+        assert scalars(str(run), tag)
+    assert [path.name for path in Path().iterdir()] == ["runs"]
+
+
+def test_a_second_run_gets_a_folder_of_its_own_and_the_same_losses_to_the_bit(monkeypatch) -> None:
+    for _ in range(2):
+        assert call(monkeypatch, *SHORT) == 0
+    first, second = (scalars(f"runs/quickstart/00{n}", "loss") for n in (1, 2))
+    assert first == second
+    assert call(monkeypatch, *SHORT, "seed=1") == 0
+    assert scalars("runs/quickstart/003", "loss") != first
+
+
+def test_resume_auto_goes_on_in_the_same_folder_with_the_settings_of_the_run(monkeypatch, capsys) -> None:
+    assert call(monkeypatch, *SHORT) == 0
+    assert call(monkeypatch, "resume=auto", "trainer.max_steps=6") == 0
+    out = capsys.readouterr().out
+    assert "goes on from runs/quickstart/001/checkpoints/step=4" in out
+    assert [path.name for path in Path("runs/quickstart").iterdir()] == ["001"]
+    assert set(scalars("runs/quickstart/001", "loss")) == set(range(6))
+    assert latest_committed(Path("runs/quickstart/001/checkpoints")).name.startswith("step=6")
+
+
+def test_resume_auto_with_an_experiment_that_never_ran_starts_it(monkeypatch, capsys) -> None:
+    assert call(monkeypatch, *SHORT, "resume=auto") == 0
+    assert "starts at step 0" in capsys.readouterr().out
+    assert Path("runs/quickstart/001/run.yaml").is_file()
+
+
+def test_resume_from_a_path_makes_a_new_run(monkeypatch) -> None:
+    assert call(monkeypatch, *SHORT) == 0
+    assert call(monkeypatch, *SHORT, "resume=runs/quickstart/001", "trainer.max_steps=5") == 0
+    assert set(scalars("runs/quickstart/002", "loss")) == {4}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+trainer.max_stepz=1"], "did you mean 'max_steps'"),
+        (["trainer.foo=1"], "trainer.foo"),
+        (["experiment=quickstar"], "quickstar"),
+        (["data.tokenizer=missing.json"], "missing.json"),
+        (["data.sources.code={path: nowhere}"], "nowhere"),
+        (["resume=runs/none"], "resume=runs/none: does not exist"),
+        (["model.net.vocab_size=100"], "the tokenizer has 257 ids"),
+        (["model.net.n_heads=5"], "n_heads=5"),
+        (["data.seq_len=0"], "seq_len"),
+        (["trainer.devices=2", "data.global_batch_size=1", "hydra.mode=MULTIRUN"], "trainer.devices=1"),
+    ],
+)
+def test_a_mistake_is_one_line_exit_code_2_and_leaves_nothing(overrides, message, monkeypatch, capsys) -> None:
+    first = (
+        []
+        if overrides[0].startswith("experiment")
+        else [o for o in SHORT if not o.startswith(overrides[0].split("=")[0])]
+    )
+    assert call(monkeypatch, *first, *overrides) == 2
+    err = capsys.readouterr().err
+    line = next(line for line in err.splitlines() if line.startswith("fms-train: error: "))
+    assert message in line
+    assert "Traceback" not in err
+    assert not list(Path().glob("runs/*/[0-9]*"))
+
+
+def test_resume_auto_without_any_run_says_so(monkeypatch, capsys) -> None:
+    assert call(monkeypatch, "resume=auto") == 2
+    assert "no run under runs/ has a checkpoint" in capsys.readouterr().err
+
+
+def test_debug_shows_where_a_mistake_was_noticed(monkeypatch, capsys) -> None:
+    assert call(monkeypatch, *SHORT, "debug=trace", "model.net.n_heads=5") == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+class Broken(Callback):
+    """Fails as only our own mistakes do."""
+
+    def on_train_start(self, *_: object) -> None:
+        raise RuntimeError("an error that nobody foresaw")
+
+
+def test_an_error_of_ours_shows_where_and_leaves_no_run(monkeypatch, capsys) -> None:
+    assert call(monkeypatch, *SHORT, f"+callbacks.broken._target_={__name__}.Broken") == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "nobody foresaw" in err
+    assert not Path("runs").exists()
+
+
+def test_two_processes_of_lightnings_launcher_share_one_run_and_leave_the_losses_alone(tmp_path: Path) -> None:
+    command = ("-m", "lightning_fms.train", *SHORT)
+    two = start(tmp_path, *command, "trainer.devices=2")
+    assert two.returncode == 0, two.stderr
+    one = start(tmp_path, *command)
+    assert one.returncode == 0, one.stderr
+    assert two.stdout.count("Next:") == 1
+    assert one.stderr == ""
+    assert sorted(path.name for path in (tmp_path / "runs/quickstart").iterdir()) == ["001", "002"]
+    expected, seen = (scalars(str(tmp_path / f"runs/quickstart/00{n}"), "loss") for n in (2, 1))
+    assert seen == pytest.approx(expected, rel=1e-4)
+    more = start(tmp_path, "-m", "lightning_fms.train", "resume=auto", "trainer.devices=2", "trainer.max_steps=5")
+    assert more.returncode == 0, more.stderr
+    assert set(scalars(str(tmp_path / "runs/quickstart/002"), "loss")) == set(range(5))
+
+
+def test_under_torchrun_all_ranks_share_one_run(tmp_path: Path) -> None:
+    run = start(
+        tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_fms.train", *SHORT,
+        "trainer.devices=2",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert [path.name for path in (tmp_path / "runs/quickstart").iterdir()] == ["001"]
