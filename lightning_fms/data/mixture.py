@@ -105,6 +105,7 @@ def neediest(weights: np.ndarray, drawn: np.ndarray) -> int:
         weights: Shares, one a source, sum 1.
         drawn: Tokens drawn from each since the weights last changed; may be negative (see `phases`).
     """
-    deficit = weights * drawn.sum() - drawn
-    deficit[weights <= 0] = -np.inf
-    return int(np.argmax(deficit))
+    shares, counts = weights.tolist(), drawn.tolist()  # for a handful of sources, plain numbers are faster
+    total = sum(counts)
+    positive = [i for i, share in enumerate(shares) if share > 0]
+    return max(positive, key=lambda i: shares[i] * total - counts[i])

@@ -11,8 +11,6 @@ opens one window and goes on; nothing is replayed and nothing but the offsets of
 Legend: F fragments, S streams.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from lightning_fms.data.order import Permutation, derive_key
@@ -40,42 +38,35 @@ class SourceOrder:
         self.source, self.name, self.seed, self.streams = source, name, seed, streams
         self.file, self.start, self.size = source.listing.fragments
         self.total_bytes = int(self.size.sum())
-        self._lines: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._lines: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
-    def _line(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the fragments in line order, and where each begins in the line (`[F + 1]`, bytes)."""
-        order = Permutation(len(self.size), derive_key(self.seed, self.name, epoch, "fragments"))(
-            np.arange(len(self.size))
-        )
-        return order, np.concatenate(([0], np.cumsum(self.size[order])))
+    def _line(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the fragments in line order, where each begins in the line (`[F + 1]`, bytes), and each stream's place."""
+        if epoch not in self._lines:
+            order = self._permuted(len(self.size), epoch, "fragments")
+            begin = np.concatenate(([0], np.cumsum(self.size[order])))
+            self._lines[epoch] = order, begin, self._permuted(self.streams, epoch, "segments")
+            if len(self._lines) > _LINES:
+                del self._lines[next(iter(self._lines))]
+        return self._lines[epoch]
+
+    def _permuted(self, count: int, epoch: int, what: str) -> np.ndarray:
+        return Permutation(count, derive_key(self.seed, self.name, epoch, what))(np.arange(count))
 
     def segment(self, stream: int, epoch: int, shuffle_window: int) -> "Segment":
         """Return what a stream reads of the source in an epoch."""
-        line, begin = self._line(epoch)
-        place = Permutation(self.streams, derive_key(self.seed, self.name, epoch, "segments")).at(stream)
+        line, begin, places = self._line(epoch)
+        place = int(places[stream])
         low = self.total_bytes * place // self.streams
         high = self.total_bytes * (place + 1) // self.streams
         first = int(np.searchsorted(begin, low, side="right")) - 1
         last = int(np.searchsorted(begin, high, side="left"))
         fragments = line[first:last] if high > low else line[:0]
-        offset = (
-            self.start[fragments] - begin[first : first + len(fragments)]
-        )  # from a place in the line to one in the file
-        starts = np.maximum(begin[first : first + len(fragments)], low) + offset
-        stops = np.minimum(begin[first + 1 : first + 1 + len(fragments)], high) + offset
+        begins, ends = begin[first : first + len(fragments)], begin[first + 1 : first + 1 + len(fragments)]
+        offset = self.start[fragments] - begins  # from a place in the line to one in the file
+        starts, stops = np.maximum(begins, low) + offset, np.minimum(ends, high) + offset
         key = derive_key(self.seed, self.name, epoch, "documents")
         return Segment(self.source, self.file[fragments], starts, stops, shuffle_window, key)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A document: its epoch and position in a stream's order, and its bytes."""
-
-    epoch: int
-    position: int
-    file: int
-    start: int
-    length: int
 
 
 class Segment:

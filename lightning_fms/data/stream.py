@@ -74,12 +74,11 @@ class Recipe:
         tokens = self.tokenizer.encode(document) if isinstance(document, str) else document
         if len(tokens) == 0:
             return np.empty(0, dtype=np.int32)
-        parts = [np.asarray(tokens, dtype=np.int32)[: self.max_document_tokens]]
-        if self.bos and tokens[0] != self.tokenizer.bos_id:
-            parts.insert(0, np.array([self.tokenizer.bos_id], dtype=np.int32))
-        if self.eos and self.tokenizer.eos_id is not None and parts[-1][-1] != self.tokenizer.eos_id:
-            parts.append(np.array([self.tokenizer.eos_id], dtype=np.int32))
-        return np.concatenate(parts)
+        tokens = np.asarray(tokens)[: self.max_document_tokens]
+        bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
+        head = [bos] if self.bos and tokens[0] != bos else []
+        tail = [eos] if self.eos and eos is not None and tokens[-1] != eos else []
+        return np.concatenate((head, tokens, tail), dtype=np.int32, casting="unsafe")
 
 
 class Stream:
@@ -152,20 +151,20 @@ class Stream:
         while True:
             weights = self._available()
             fresh = not since.any()
-            behind = self.recipe.phase(weights, self.index)
-            source = neediest(weights, -behind if fresh else since.astype(np.float64))
+            drawn = -self.recipe.phase(weights, self.index) if fresh else since
+            source = neediest(weights, drawn)
             if self._next_document(source):
                 break
             since[:] = 0  # the source has run out: the others share what follows
         if fresh:
-            since[:] = -np.rint(behind * len(self._tokens)).astype(np.int64)
-            since[source] -= (
-                since.sum()
-            )  # rounding must not make the counts add up to 0, which says that none has begun
+            since[:] = np.rint(drawn * len(self._tokens))
+            since[source] -= since.sum()  # rounding must not make the counts all 0, which says that nothing was drawn
         since[source] += len(self._tokens)  # when drawn: the rest of a document from before a change does not count
 
     def _available(self) -> np.ndarray:
         """Return the shares of the sources that have not reached their `max_epochs` (sum 1)."""
+        if not self.recipe.max_epochs:
+            return self._weights
         weights = self._weights.copy()
         for name, most in self.recipe.max_epochs.items():
             source = self._columns.sources.index(name)

@@ -28,13 +28,12 @@ class _Lines:
 
     def __init__(self, paths: Paths) -> None:
         self.listing = list_files(paths)
-        self._files = FileReader()
+        self._files = FileReader(self.listing)
 
     def window(self, file: int, start: int, stop: int) -> Window:
         """Find the lines that start in bytes `[start, stop)`; the last one may end beyond."""
-        path = self.listing.path(file)
         before = 1 if start else 0  # the byte before tells whether a line starts at `start`
-        data = np.frombuffer(self._files.read(path, start - before, stop - start + before), dtype=np.uint8)
+        data = np.frombuffer(self._files.read(file, start - before, stop - start + before), dtype=np.uint8)
         newlines = np.flatnonzero(data == _NEWLINE) - before
         starts = newlines + 1 if start else np.concatenate(([0], newlines + 1))
         starts = starts[starts < stop - start]
@@ -43,13 +42,13 @@ class _Lines:
         if len(newlines) and newlines[-1] >= starts[-1]:
             last = newlines[-1]
         else:
-            last = self._files.find_newline(path, stop, int(self.listing.sizes[file])) - start
+            last = self._files.find_newline(file, stop, int(self.listing.sizes[file])) - start
         lengths = np.append(starts[1:] - 1, last) - starts
         filled = (lengths > 1) | ((lengths == 1) & (data[starts + before] != _RETURN))
         return Window(starts[filled].astype(np.uint32), lengths[filled].astype(np.uint32))
 
     def _text(self, file: int, start: int, length: int) -> str:
-        data = self._files.read(self.listing.path(file), start, length)
+        data = self._files.read(file, start, length)
         if start == 0:
             data = data.removeprefix(_BOM)
         try:
@@ -78,22 +77,24 @@ class JsonLines(_Lines):
         line = self._text(file, start, length)
         if not line.strip():
             return ""
-        where = f"{self.listing.path(file)}: the record at byte {start}"
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DocumentError(f"{where} is not valid JSON ({error.msg} at character {error.pos})") from None
+            raise self._error(file, start, f"is not valid JSON ({error.msg} at character {error.pos})") from None
         except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets 10,000 deep
-            raise DocumentError(f"{where} cannot be read ({error})") from None
+            raise self._error(file, start, f"cannot be read ({error})") from None
         if not isinstance(record, dict):
-            raise DocumentError(f"{where} is a {type(record).__name__}, not an object with a key {self.text_key!r}")
+            raise self._error(file, start, f"is a {type(record).__name__}, not an object with a key {self.text_key!r}")
         if self.text_key not in record:
             keys = ", ".join(map(repr, record)) or "none"
-            raise DocumentError(f"{where} has no key {self.text_key!r}; it has {keys}: set text_key to one of them")
+            raise self._error(file, start, f"has no key {self.text_key!r}; it has {keys}: set text_key to one of them")
         text = record[self.text_key]
         if not isinstance(text, str):
-            raise DocumentError(f"{where} has {self.text_key!r} of type {type(text).__name__}; it must be a string")
+            raise self._error(file, start, f"has {self.text_key!r} of type {type(text).__name__}; it must be a string")
         return text
+
+    def _error(self, file: int, start: int, what: str) -> DocumentError:
+        return DocumentError(f"{self.listing.path(file)}: the record at byte {start} {what}")
 
 
 class Text(_Lines):
@@ -127,12 +128,12 @@ class Text(_Lines):
 
         A block starts at the first line that starts at or after a multiple of the block size; the end of the file is one.
         """
-        path, size = self.listing.path(file), int(self.listing.sizes[file])
+        size = int(self.listing.sizes[file])
         edges: list[int] = []
         mark = start // BLOCK_BYTES * BLOCK_BYTES
         while not edges or edges[-1] < stop:
             if not edges or mark > edges[-1]:  # else a line longer than a block goes past this mark
-                edges.append(min(self._files.find_newline(path, mark - 1, size) + 1, size) if mark else 0)
+                edges.append(min(self._files.find_newline(file, mark - 1, size) + 1, size) if mark else 0)
             mark += BLOCK_BYTES
         return np.array(edges, dtype=np.int64)
 

@@ -18,6 +18,7 @@ from lightning_fms.data.sources.source import Document, DocumentError, Window
 
 _TABLES = 256
 _WORD = 4  # bytes of a uint32
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64)
 
 
 class LitdataTokens:
@@ -42,7 +43,7 @@ class LitdataTokens:
             raise ValueError(f"{folder / missing[0]}: the chunk is named in {_INDEX_FILENAME} but missing; restore it")
         sizes = np.array([(folder / name).stat().st_size for name in names], dtype=np.int64)
         self.listing = Listing(folder, names, sizes, splittable=False)
-        self._files = FileReader()
+        self._files = FileReader(self.listing)
         self._tables: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def window(self, file: int, start: int, stop: int) -> Window:
@@ -58,19 +59,19 @@ class LitdataTokens:
             raise DocumentError(
                 f"{self.listing.path(file)}: the item at byte {start} has {length} bytes, no multiple of {self._dtype}"
             )
-        return np.frombuffer(self._files.read(self.listing.path(file), start, length), dtype=self._dtype)
+        return np.frombuffer(self._files.read(file, start, length), dtype=self._dtype)
 
     def _table(self, file: int) -> np.ndarray:
         if file in self._tables:
             self._tables.move_to_end(file)
             return self._tables[file]
         path = self.listing.path(file)
-        items = int(np.frombuffer(self._files.read(path, 0, _WORD), dtype=np.uint32)[0])
+        items = int(np.frombuffer(self._files.read(file, 0, _WORD), dtype=np.uint32)[0])
         if (items + 2) * _WORD > self.listing.sizes[file]:
             raise DocumentError(
                 f"{path}: claims {items} items, more than its {self.listing.sizes[file]} bytes can hold"
             )
-        table = np.frombuffer(self._files.read(path, _WORD, (items + 1) * _WORD), dtype=np.uint32)
+        table = np.frombuffer(self._files.read(file, _WORD, (items + 1) * _WORD), dtype=np.uint32)
         if np.any(np.diff(table.astype(np.int64)) < 0) or table[-1] > self.listing.sizes[file]:
             raise DocumentError(f"{path}: its table of offsets is broken; write the chunk again")
         self._tables[file] = table
@@ -94,13 +95,11 @@ def _token_dtype(config: dict, folder: Path) -> np.dtype:
         raise ValueError(f"{folder}: compressed or encrypted litdata chunks are not read; write them without")
     data_format = config.get("data_format") or []
     kind, _, code = data_format[0].partition(":") if len(data_format) == 1 else ("", "", "")
-    dtype = None
-    if kind == "no_header_numpy":
-        dtype = np.dtype(_NUMPY_DTYPES_MAPPING[int(code)])
-    elif kind == "no_header_tensor" and not _TORCH_DTYPES_MAPPING[int(code)].is_floating_point:
-        dtype = torch.empty(0, dtype=_TORCH_DTYPES_MAPPING[int(code)]).numpy().dtype
-    if dtype is not None and dtype.kind in "iu":
+    number = int(code) if code.isdigit() else -1
+    if kind == "no_header_numpy" and (dtype := np.dtype(_NUMPY_DTYPES_MAPPING.get(number))).kind in "iu":
         return dtype
+    if kind == "no_header_tensor" and (found := _TORCH_DTYPES_MAPPING.get(number)) in _INTEGERS:
+        return torch.empty(0, dtype=found).numpy().dtype
     raise ValueError(
         f"{folder}: holds litdata items of format {data_format}, not tokens; write them with "
         "litdata.optimize(..., item_loader=TokensLoader())"
