@@ -1,0 +1,73 @@
+"""One decision for all processes, whoever starts them."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from app_runs import clean_environment, start
+
+from lightning_fms.ranks import agree, is_child
+
+ASK = """
+import os, sys
+from lightning_fms.ranks import agree
+def decide():
+    if os.environ.get("REFUSE"):
+        raise ValueError("refused")
+    return {"decided by": os.environ.get("RANK") or os.environ.get("SLURM_PROCID")}
+print("heard", agree("first", decide), agree("second", lambda: [1, None]))
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_child_of_lightnings_launcher_inherits_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in set(os.environ) - set(clean_environment()):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LIGHTNING_FMS_FOLDER", "left by a former run")
+    assert agree("folder", lambda: "runs/a/001") == "runs/a/001"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert is_child()
+
+    def never() -> None:
+        raise AssertionError
+
+    assert agree("folder", never) == "runs/a/001"
+
+
+def test_torchruns_ranks_hear_the_first(tmp_path: Path) -> None:
+    script = tmp_path / "ask.py"
+    script.write_text(ASK)
+    done = start(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("heard {'decided by': '0'} [1, None]") == 3
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+def test_slurms_ranks_hear_the_first_also_that_it_failed(refuse: bool) -> None:
+    shared = clean_environment() | {
+        "SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "12", "SLURM_NODELIST": "localhost",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    shared |= {"REFUSE": "1"} if refuse else {}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ASK],
+            env=shared | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    heard = [rank.communicate(timeout=120) for rank in ranks]
+    if refuse:
+        assert [rank.returncode for rank in ranks] == [1, 2]
+        assert heard[1] == ("", "")
+    else:
+        assert [out for out, _ in heard] == ["heard {'decided by': '0'} [1, None]\n"] * 2, heard
