@@ -53,6 +53,8 @@ class MasterWeights:
     def active(self) -> Iterator[None]:
         """The module computes with the copies inside; may be nested."""
         if self._depth == 0:
+            for master, copy in zip(self._masters, self._copies, strict=True):
+                copy.requires_grad_(master.requires_grad)
             self.refresh()
             self._show(copies=True)
         self._depth += 1
@@ -89,9 +91,6 @@ class MasterWeights:
         if changed:
             torch._foreach_copy_([self._copies[i] for i in changed], [self._masters[i] for i in changed])
             self._versions = versions
-        for master, copy in zip(self._masters, self._copies, strict=True):
-            if copy.requires_grad != master.requires_grad:
-                copy.requires_grad_(master.requires_grad)
 
     def _show(self, copies: bool) -> None:
         for owner, name, master, copy in self._slots:

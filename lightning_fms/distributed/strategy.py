@@ -193,7 +193,6 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         self.model = module = self.precision_plugin.convert_module(module)
         self._seed = self._agree_on_seed()
         self._place(module)
-        self._trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         self._forbid_inference_mode(trainer)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -280,6 +279,8 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         self._micro_batch = (step, self._micro_batch[1] + 1 if self._micro_batch[0] == step else 0)
         rng.seed_micro_batch(self._seed, *self._micro_batch, self.distributed_sampler_kwargs["rank"])
         self._in_training_step = True
+        if not self.lightning_module.automatic_optimization:
+            self._trainable = {n: p.requires_grad for n, p in self.lightning_module.named_parameters()}
         try:
             return self._run_step("training_step", *args, **kwargs)
         finally:
@@ -338,6 +339,19 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         yield
         for parameter, gradient in kept.items():
             parameter.grad = gradient
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step; also inside a manual step, hooks and clipping see the parameters that hold the gradients."""
+        if not self._in_training_step:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with ExitStack() as stack:
+
+            def then_show_stored_weights() -> Any:
+                result = closure()
+                stack.enter_context(self._stored_weights())
+                return result
+
+            return super().optimizer_step(optimizer, then_show_stored_weights, model, **kwargs)
 
     def _after_optimizer_step(self, *_: Any) -> None:
         if self._masters is not None:

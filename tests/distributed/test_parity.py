@@ -156,7 +156,7 @@ def test_bf16_gradients_are_those_of_fp32_within_bf16(worlds, stock) -> None:
         for name, gradient in worlds[size]["bf16"].gradients[0].items():
             expected = stock["plain"].gradients[0][name]
             assert gradient.dtype == torch.float32
-            assert (gradient - expected).norm() <= 0.02 * expected.norm()
+            assert (gradient - expected).norm() <= 0.05 * expected.norm()
 
 
 def test_bf16_keeps_fp32_masters_and_bf16_true_does_not(worlds) -> None:

@@ -1,7 +1,7 @@
 """A small plain LightningModule, fixed data, and a recorder: what all Trainer tests here train."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_fms.distributed import FSDPCompileStrategy
 
@@ -68,24 +67,28 @@ class Tiny(pl.LightningModule):
         }
 
 
-class Rows(Dataset[Tensor]):
-    """Micro-batches of one rank: batch `i` is its share of the six rows that all ranks together see at `i`."""
+class Rows:
+    """Micro-batches of one rank, resumable: batch `i` is its share of the six rows that all ranks together see at `i`."""
 
     def __init__(self, batches: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        rows = torch.randint(0, V, (batches, ROWS, T + 1), generator=generator)
-        self._rows = rows[:, rank::world]
+        self._rows = torch.randint(0, V, (batches, ROWS, T + 1), generator=generator)[:, rank::world]
+        self._start = self._done = 0
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Tensor:
-        return self._rows[index]
+    def __iter__(self) -> Iterator[Tensor]:
+        start, self._start = self._start, 0
+        for self._done in range(start + 1, len(self) + 1):
+            yield self._rows[self._done - 1]
 
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self._done}
 
-def loader(batches: int, seed: int = 0) -> DataLoader[Tensor]:
-    return DataLoader(Rows(batches, seed), batch_size=None)
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._start = state["done"] % len(self)
 
 
 @dataclass
@@ -158,7 +161,7 @@ def fit(
     pl.seed_everything(7, verbose=False)
     module, recorder = make(), Recorder()
     t = trainer(recorder, strategy, **options)
-    t.fit(module, loader(batches), loader(2, seed=1), ckpt_path=ckpt_path)
+    t.fit(module, Rows(batches), Rows(2, seed=1), ckpt_path=ckpt_path)
     if save is not None:
         t.save_checkpoint(save)
     return recorder.run
