@@ -76,7 +76,7 @@ class Recipe:
             return np.empty(0, dtype=np.int32)
         tokens = np.asarray(tokens)[: self.max_document_tokens]
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
-        head = [bos] if self.bos and tokens[0] != bos else []
+        head = [bos] if self.bos and bos is not None and tokens[0] != bos else []
         tail = [eos] if self.eos and eos is not None and tokens[-1] != eos else []
         return np.concatenate((head, tokens, tail), dtype=np.int32, casting="unsafe")
 
