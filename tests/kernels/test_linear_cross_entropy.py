@@ -161,7 +161,7 @@ def test_frozen_weight_gets_no_gradient_buffer() -> None:
 
 
 def test_non_contiguous_hidden_and_strided_target() -> None:
-    (hidden, weight), target = inputs(bias=False)
+    (_, weight), target = inputs(bias=False)
     wide = torch.randn(D, N // 3, 3, dtype=torch.float64, requires_grad=True)
     labels = target.t().contiguous().t()
     torch.testing.assert_close(
