@@ -285,19 +285,22 @@ def _float(func: Any, x: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
 
 def _indexed(func: Any, x: DeferredLogits, index: Any) -> Any:
     """Slices and integers over the rows (`[..., :-1, :]`, `[:, -1]`) with the whole vocabulary."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if x._class_dim != x.ndim - 1 or not all(
-        part is Ellipsis or part is None or isinstance(part, slice) or type(part) is int for part in parts
-    ):
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if not all(p is Ellipsis or p is None or isinstance(p, slice) or type(p) is int for p in parts):
         return NotImplemented
-    named = sum(part is not None and part is not Ellipsis for part in parts)
-    reaches_vocabulary = parts and (named == x.ndim or (parts[-1] is not Ellipsis and Ellipsis in parts))
-    if reaches_vocabulary and parts[-1] != slice(None):
+    if Ellipsis not in parts:
+        parts.append(Ellipsis)
+    at, named = parts.index(Ellipsis), sum(p is not None and p is not Ellipsis for p in parts)
+    parts[at : at + 1] = [slice(None)] * (x.ndim - named)
+    places = [i for i, part in enumerate(parts) if part is not None]  # of x's dimensions among the parts
+    if parts.count(Ellipsis) or len(places) != x.ndim or parts[places[x._class_dim]] != slice(None):
         return NotImplemented
     meta = func(x._meta, index)
+    place = places[x._class_dim]
     with _same_graph(x):
-        hidden = x._hidden[index]
-    return _derived(x, hidden, meta.ndim - 1, meta, lambda real: func(real, index))
+        hidden = x._hidden[(*parts[:place], *parts[place + 1 :])]
+    class_dim = sum(type(part) is not int for part in parts[:place])
+    return _derived(x, hidden, class_dim, meta, lambda real: func(real, index))
 
 
 def _permuted(func: Any, x: DeferredLogits, *args: Any, **kwargs: Any) -> Any:

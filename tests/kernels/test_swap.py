@@ -12,6 +12,7 @@ from lightning_fms.kernels import DeferredLogits, TritonKernels
 from lightning_fms.kernels.swap import find_head, is_swapped
 from lightning_fms.models import Llama
 
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # in Dynamo
 IDS = torch.randint(0, V, (2, 11), generator=torch.Generator().manual_seed(0))
 
 
@@ -208,7 +209,7 @@ def test_head_is_not_guessed() -> None:
     square.to_vocabulary = nn.Linear(D, D)
     square.blocks[0].ff[0] = nn.Linear(D, D)
     assert find_head(square)[0] == "to_vocabulary"
-    with pytest.raises(ValueError, match="head='lm_head' is no nn.Linear"):
+    with pytest.raises(ValueError, match=r"head='lm_head' is no nn\.Linear"):
         kernels(head="lm_head").transform_module(Decoder())
 
 
