@@ -81,8 +81,9 @@ class Rows:
 
     def __iter__(self) -> Iterator[Tensor]:
         start, self._start = self._start, 0
-        for self._done in range(start + 1, len(self) + 1):
-            yield self._rows[self._done - 1]
+        for index in range(start, len(self)):
+            self._done = index + 1
+            yield self._rows[index]
 
     def state_dict(self) -> dict[str, int]:
         return {"done": self._done}
