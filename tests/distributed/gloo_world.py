@@ -1,5 +1,6 @@
 """Worlds of gloo processes for tests: imports happen once in a fork server, so a world of three costs a second."""
 
+import fcntl
 import multiprocessing as mp
 import os
 import pickle
@@ -9,6 +10,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_fms.distributed.strategy"])
@@ -41,6 +44,21 @@ def run_world(size: int, function: Callable[..., Any], folder: Path, *args: Any)
         assert error is None, f"rank {rank} of {size}:\n{error}"
         results.append(result)
     return results
+
+
+def once(factory: pytest.TempPathFactory, name: str, compute: Callable[[Path], Any]) -> Any:
+    """`compute(folder)`, done by the first pytest worker that asks and shared with the others."""
+    shared = factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
+    folder = shared / f"once-{name}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = folder / "result"
+        if not result.exists():
+            staging = folder / "staging"
+            staging.write_bytes(pickle.dumps(compute(folder)))
+            staging.rename(result)
+        return pickle.loads(result.read_bytes())
 
 
 def _rank(rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...], file: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from gloo_world import run_world
+from gloo_world import once, run_world
 from tiny import D, Run, Tiny, V, fit
 from torch import Tensor
 
@@ -106,20 +106,21 @@ def ours() -> dict[str, Run]:
     return runs
 
 
-@pytest.fixture(scope="module")
-def stock() -> dict[str, Run]:
+def stock_runs(_: Path) -> dict[str, Run]:
     return {name: fit(make, strategy="auto", **options) for name, (make, options) in CASES.items()}
 
 
 @pytest.fixture(scope="module")
-def one() -> dict[str, Run]:
-    return ours()
+def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    return once(tmp_path_factory, "parity-stock", stock_runs)
 
 
 @pytest.fixture(scope="module")
-def worlds(one: dict[str, Run], tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Run]]:
-    folder: Path = tmp_path_factory.mktemp("parity")
-    return {1: one, **{size: run_world(size, ours, folder / str(size))[0] for size in (2, 3)}}
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Run]]:
+    def run(folder: Path) -> dict[int, dict[str, Run]]:
+        return {1: ours(), **{size: run_world(size, ours, folder / str(size))[0] for size in (2, 3)}}
+
+    return once(tmp_path_factory, "parity", run)
 
 
 def assert_same_run(run: Run, reference: Run, tolerance: float) -> None:
@@ -139,9 +140,9 @@ def test_losses_and_gradients_equal_stock_lightning_on_1_2_3_processes(worlds, s
         assert_same_run(worlds[size][case], stock[case if case in CASES else "plain"], tolerance=2e-6)
 
 
-def test_one_device_fp32_is_bitwise_stock_lightning(one, stock) -> None:
-    assert one["plain"].losses == stock["plain"].losses
-    assert all(torch.equal(one["plain"].weights[n], w) for n, w in stock["plain"].weights.items())
+def test_one_device_fp32_is_bitwise_stock_lightning(worlds, stock) -> None:
+    assert worlds[1]["plain"].losses == stock["plain"].losses
+    assert all(torch.equal(worlds[1]["plain"].weights[n], w) for n, w in stock["plain"].weights.items())
 
 
 @pytest.mark.parametrize("case", ["bf16", "bf16_recomputed", "bf16_manual"])

@@ -1,5 +1,6 @@
 """Checkpoints through the Trainer: saved on W processes, loaded on W', and bitwise the uninterrupted run at the same W."""
 
+import os
 import pathlib
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from gloo_world import run_world
+from gloo_world import once, run_world
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import Recorder, Rows, Run, Tiny, fit, trainer, whole_weights
 from torch import nn
@@ -74,8 +75,6 @@ def resume_runs(folder: Path, names: tuple[str, ...]) -> dict[str, Run]:
 
 
 def save_and_resume(base: Path) -> dict[str, Any]:
-    import os  # noqa: PLC0415
-
     size = int(os.environ.get("WORLD_SIZE", "1"))
     saved = save_runs(base / str(size))
     return {"saved": saved, "same": resume_runs(base / str(size), ("fp32", "bf16", "file"))}
@@ -85,25 +84,35 @@ def resume_others(base: Path) -> dict[int, dict[str, Run]]:
     return {size: resume_runs(base / str(size), ("plain", "file")) for size in SIZES}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
-def runs(base: Path) -> dict[int, dict[str, Any]]:
-    results = {1: save_and_resume(base)}
+def all_runs(folder: Path) -> dict[str, Any]:
+    """Save and resume on each number of processes, then resume each one's checkpoint on each other number."""
+    runs = {1: save_and_resume(folder)}
     for size in (2, 3):
-        results[size] = run_world(size, save_and_resume, base / f"world{size}", base)[0]
-    return results
+        runs[size] = run_world(size, save_and_resume, folder / f"world{size}", folder)[0]
+    crossed = {1: resume_others(folder)}
+    for size in (2, 3):
+        crossed[size] = run_world(size, resume_others, folder / f"others{size}", folder)[0]
+    return {"folder": folder, "runs": runs, "crossed": crossed}
 
 
 @pytest.fixture(scope="module")
-def crossed(runs: dict[int, dict[str, Any]], base: Path) -> dict[int, dict[int, dict[str, Run]]]:
-    results = {1: resume_others(base)}
-    for size in (2, 3):
-        results[size] = run_world(size, resume_others, base / f"others{size}", base)[0]
-    return results
+def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return once(tmp_path_factory, "resume", all_runs)
+
+
+@pytest.fixture(scope="module")
+def base(everything: dict[str, Any]) -> Path:
+    return everything["folder"]
+
+
+@pytest.fixture(scope="module")
+def runs(everything: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    return everything["runs"]
+
+
+@pytest.fixture(scope="module")
+def crossed(everything: dict[str, Any]) -> dict[int, dict[int, dict[str, Run]]]:
+    return everything["crossed"]
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])

@@ -10,7 +10,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
-from gloo_world import run_world
+from gloo_world import once, run_world
 from tiny import Block, D, Rows, Tiny, V, fit, trainer, whole_weights
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -102,7 +102,7 @@ def in_a_world() -> dict[str, Any]:
         "reductions, each": count_reductions(strategy=FSDPCompileStrategy(accumulate_without_reduce=False)),
     }
     watcher = Transforms()
-    with mock.patch("lightning.pytorch.loops.utilities.dist.get_backend", return_value="nccl"):
+    with mock.patch("lightning.pytorch.loops.utilities._distributed_is_initialized", return_value=False):  # off gloo
         forced = fit(callbacks=[watcher], val_check_interval=1, num_sanity_val_steps=1)
     results["forced"] = (forced.losses, watcher.modes, watcher.seen)
     results["plain"] = fit(val_check_interval=1).losses
@@ -128,8 +128,10 @@ def unseeded() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("worlds")
-    return {size: run_world(size, in_a_world, folder / str(size)) for size in (2, 3)}
+    def run(folder: Path) -> dict[int, list[dict[str, Any]]]:
+        return {size: run_world(size, in_a_world, folder / str(size)) for size in (2, 3)}
+
+    return once(tmp_path_factory, "strategy", run)
 
 
 def test_accumulation_reduces_once_per_group_and_step(worlds) -> None:
