@@ -132,6 +132,8 @@ def measure(shape_name: str, variant: str, arguments: argparse.Namespace) -> dic
     shape, options, device = SHAPES[shape_name], set(variant.split("+")), torch.device(arguments.device)
     L.seed_everything(0, verbose=False)
     torch.set_float32_matmul_precision("high")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
     module = CausalLM(shape.model(), functools.partial(torch.optim.AdamW, lr=3e-4, betas=(0.9, 0.95), fused=True))
     flops = count_train_flops(module.net).at(shape.seq_len)
     timer = StepTimer(arguments.warmup, arguments.steps, arguments.profile)

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_fms.precision.float8 import convert, drop_scales, float8_config, precompute_scales, restore
-from lightning_fms.precision.selection import Decision, decide, table
+from lightning_fms.precision.selection import Decision, decide, summary, table
 from lightning_fms.precision.support import check_device, self_test
 
 
@@ -42,7 +42,7 @@ class FP8Precision(Precision):
         skip: patterns of names, as in a shell (`*.mlp.router`), that stay in bf16.
 
     Attributes:
-        report: after setup, what was converted, what was not and why, as lines of a table.
+        report: after setup, a headline (also logged) and a table of what was converted, what was not and why.
 
     Raises:
         ValueError: for an unknown recipe, or FP8 all-gather with row scales; at setup, for a device without FP8 or a
@@ -125,13 +125,15 @@ class FP8Precision(Precision):
             self_test(self.config, self._device, compiled=True)
 
     def _describe(self, shards: int) -> None:
-        title = f"FP8 {self.recipe}{' (emulated)' if self.emulate else ''}"
-        self.report = table(self.decisions, title)
+        headline = f"FP8 {self.recipe}{' (emulated)' if self.emulate else ''}: {summary(self.decisions)}"
+        problems = []
         if not any(decision.converted for decision in self.decisions):
-            self.report.append("  nothing to convert: the run is bf16. keep_small=False converts small layers too")
+            problems.append("FP8: nothing to convert, the run is bf16. keep_small=False converts small layers too")
         if self.all_gather and shards == 1:
-            self.report.append("  all_gather=True does nothing here: the strategy does not shard parameters")
-        rank_zero_info("\n".join(self.report))
+            problems.append("FP8: all_gather=True does nothing here, the strategy does not shard parameters")
+        before, self.report = self.report, [headline, *table(self.decisions), *problems]
+        if self.report != before:
+            rank_zero_info("\n".join([headline, *problems]))
 
 
 def _strategy_of(module: nn.Module) -> Any:

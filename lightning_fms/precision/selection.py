@@ -114,20 +114,27 @@ def unfit(linear: nn.Linear) -> str:
     return ""
 
 
-def table(decisions: Sequence[Decision], title: str) -> list[str]:
-    """The decisions as lines: a summary, then one for each kind of layer (`layers.*.q_proj`), converted ones first."""
+def summary(decisions: Sequence[Decision]) -> str:
+    """One line: how much was converted, and how many layers were not, by reason."""
     done = [d for d in decisions if d.converted]
     share = sum(d.numel for d in done) / max(1, sum(d.numel for d in decisions))
-    lines = [f"{title}: {len(done)} of {len(decisions)} linear layers converted ({share:.1%} of their weights)"]
+    kept = Counter(d.reason for d in decisions if not d.converted)
+    reasons = "; in bf16: " + ", ".join(f"{count} {reason}" for reason, count in kept.items()) if kept else ""
+    return f"{len(done)} of {len(decisions)} linear layers ({share:.1%} of their weights){reasons}"
+
+
+def table(decisions: Sequence[Decision]) -> list[str]:
+    """A line for each kind of layer (`layers.*.q_proj`): shape, how many, what it computes in and why; FP8 first."""
     groups = Counter(
         (_pattern(d.name), f"{d.out_features} x {d.in_features}", d.reason, d.note)
         for d in sorted(decisions, key=lambda d: not d.converted)
     )
     width = max((len(pattern) for pattern, *_ in groups), default=0)
-    for (pattern, shape, reason, note), count in groups.items():
-        what = f"bf16: {reason}" if reason else "fp8" + (f", {note}" if note else "")
-        lines.append(f"  {pattern:{width}}  {shape:>14}  {count:>4}x  {what}")
-    return lines
+    return [
+        f"  {pattern:{width}}  {shape:>14}  {count:>4}x  "
+        + (f"bf16: {reason}" if reason else "fp8" + (f", {note}" if note else ""))
+        for (pattern, shape, reason, note), count in groups.items()
+    ]
 
 
 def _output_heads(module: nn.Module, linears: dict[str, nn.Linear]) -> set[str]:

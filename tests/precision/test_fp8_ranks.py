@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from filelock import FileLock
 from fp8_runs import STEPS, THIRD_PARTY_WARNINGS, Counting, causal_lm, plugin, trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -173,13 +174,18 @@ def _rank_main(rank: int, port: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What each rank found, all scenarios in one launch: starting processes is most of the time."""
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_rank_main, (port, str(folder)), nprocs=WORLD)
+def launch(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """All scenarios in one launch, shared by the test processes: starting ranks is most of the time."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "fp8_ranks"
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / "lock"):
+        if not (folder / "done").exists():
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            mp.spawn(_rank_main, (port, str(folder)), nprocs=WORLD)
+            (folder / "done").touch()
     return folder
 
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lightning_fms.models import Llama
-from lightning_fms.precision.selection import decide, table
+from lightning_fms.precision.selection import decide, summary, table
 
 
 class Gated(nn.Linear):
@@ -78,8 +78,11 @@ def test_skip_by_pattern_and_a_pattern_that_matches_nothing() -> None:
 
 
 def test_table_groups_layers_and_says_why() -> None:
-    lines = table(decide(meta_llama(n_layers=3, ffn_dim=14336), "tensorwise"), "FP8 tensorwise")
-    assert lines[0].startswith("FP8 tensorwise: 15 of 22 linear layers converted (")
+    decisions = decide(meta_llama(n_layers=3, ffn_dim=14336), "tensorwise")
+    line = summary(decisions)
+    assert line.startswith("15 of 22 linear layers (")
+    assert line.endswith("; in bf16: 6 too small to gain, 1 output head")
+    lines = table(decisions)
     assert [line.split() for line in lines if "down_proj" in line] == [
         ["layers.*.ffn.down_proj", "4096", "x", "14336", "3x", "fp8"]
     ]
