@@ -1,5 +1,6 @@
 """What ships works: a wheel, built from the tree and installed in an empty folder, composes and trains."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,26 +25,13 @@ print(*experiments)
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the files that git knows or would know, as setuptools leaves a build folder where it builds."""
+    """Built from a copy, because setuptools leaves a build folder where it builds."""
     copy, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z", "lightning_fms", "hydra_plugins", "pyproject.toml", "README.md", "LICENSE"],
-        cwd=TREE, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    for name in filter(None, listed.split("\0")):
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes((TREE / name).read_bytes())
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(out),
-    ]
+    for folder in ("lightning_fms", "hydra_plugins"):
+        shutil.copytree(TREE / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(TREE / name, copy)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out)]
     subprocess.run([*pip, str(copy)], check=True, timeout=240)
     return next(out.glob("*.whl"))
 
