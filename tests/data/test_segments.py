@@ -167,3 +167,15 @@ def test_epochs_can_be_asked_in_any_order(corpus: Text) -> None:
     first = {epoch: documents(order, 1, epoch) for epoch in range(6)}
     for epoch in np.random.default_rng(0).permutation(6).tolist():
         assert documents(order, 1, epoch) == first[epoch]
+
+
+def test_every_epoch_and_every_window_has_an_order_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "WINDOW_BYTES", 1 << 20)
+    monkeypatch.setattr(listing, "FRAGMENT_BYTES", 1 << 20)
+    order = SourceOrder(write(str(tmp_path), [[9] * 40, [9] * 40]), "web", 0, 1)
+    seen = set()
+    for epoch in range(3):
+        walked = documents(order, 0, epoch, 100)
+        for file in (0, 1):
+            seen.add(tuple(start for of, start, _ in walked if of == file))
+    assert len(seen) == 6
