@@ -20,9 +20,11 @@ from lightning_fms.kernels.verify import verify_linear_cross_entropy, verify_rms
 
 Choice = bool | Literal["auto"]
 
-# What 'auto' means on CUDA. benchmarks/kernels.py makes the table in docs/kernels.md from which these follow.
+# What 'auto' means on CUDA; docs/kernels.md says what was measured. Deferred logits save gigabytes in any case. The RMSNorm
+# kernel has no measurement yet against what the compiler fuses inside a whole block: True once benchmarks/kernels.py and a
+# whole training step say so.
 LINEAR_CROSS_ENTROPY_ON_CUDA = True
-RMS_NORM_ON_CUDA = True
+RMS_NORM_ON_CUDA = False
 
 
 class TritonKernels(Callback):
@@ -33,8 +35,8 @@ class TritonKernels(Callback):
     Args:
         linear_cross_entropy: the output head returns deferred logits, and `F.cross_entropy` on them never holds the
             [tokens, vocabulary] logits. 'auto': on CUDA (a PyTorch version of it runs on CPU when asked for: less memory,
-            no gain in time).
-        rms_norm: fused RMSNorm. 'auto': on CUDA.
+            eager's time).
+        rms_norm: fused RMSNorm. 'auto': off until it is measured faster than the compiler's, also on CUDA.
         backend: 'triton', 'reference' (PyTorch, any device) or 'auto': Triton on CUDA or under TRITON_INTERPRET=1, else
             the reference. With 'reference' or under the interpreter, 'auto' above means on, on any device.
         head: name of the output head, where it cannot be found by structure.
@@ -99,10 +101,10 @@ class TritonKernels(Callback):
         if choice != "auto":
             wanted, why = choice, f"{name}=False"
         elif device.type == "cuda":
-            wanted, why = on_cuda, f"{name}: measured no gain over the compiler on CUDA; {name}=True forces it"
+            wanted, why = on_cuda, f"{name}: off by default on CUDA; {name}=True forces it"
         else:
             wanted = self.backend == "reference" or INTERPRETED
-            why = f"{name}: no gain on {device.type}; {name}=True forces it"
+            why = f"{name}: off by default on {device.type}; {name}=True forces it"
         if not wanted:
             self._decided.append(why)
         return wanted

@@ -1,6 +1,7 @@
 """The callback in the Trainer: same training with and without it, no logits, under one device, DDP and the suite's FSDP."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -186,7 +187,8 @@ def test_modules_built_in_configure_model() -> None:
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a Linear with a bias returns a view, ours or not
 def test_a_head_whose_group_is_resharded_before_the_loss_gives_real_logits() -> None:
-    runs = run_world(fit, 2, ModelParallelStrategy, "own", 2, True, Sharded)
+    strategy = partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1)
+    runs = run_world(fit, 2, strategy, "own", 2, True, Sharded)
     torch.testing.assert_close(mean_loss(runs), plain("own")["loss"], rtol=1e-5, atol=1e-5)
     assert all(run["materialised"] == 0 for run in runs)  # no deferred object was made in the first place
 
