@@ -31,9 +31,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fms.distributed import activation, checkpoint, commit, policy, rng, state
+from lightning_fms.distributed import activation, checkpoint, commit, policy, restore, rng, state
 from lightning_fms.distributed.blocks import find_blocks
-from lightning_fms.distributed.checkpoint import CheckpointError
 from lightning_fms.distributed.compile import compile_blocks
 from lightning_fms.distributed.launcher import InProcessLauncher, ProcessLauncher
 from lightning_fms.distributed.master import MasterWeights
@@ -447,7 +446,7 @@ class FSDPCompileStrategy(ModelParallelStrategy):
             plain = {**checkpoint_state, **({"optimizer_states": optimizers} if optimizers else {})}
             checkpoint.everywhere(lambda: checkpoint.write_plain_file(path, plain) if self.is_global_zero else None)
             return
-        tensors, plain = _split(checkpoint_state)
+        tensors, plain = restore.split(checkpoint_state)
         checkpoint.save(path, tensors, plain, step=int(checkpoint_state["global_step"]))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -459,120 +458,15 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         path = commit.resolve(Path(self.broadcast(str(checkpoint_path))))
         weights_only = weights_only if weights_only is not None else getattr(self._launcher, "weights_only", None)
         with self._stored_weights() as module:
-            load = self._load_folder if path.is_dir() else self._load_file
-            rest = load(path, module, weights_only)
+            load = restore.load_folder if path.is_dir() else restore.load_file
+            strict = self.lightning_module.strict_loading  # type: ignore[union-attr]
+            rest = load(path, module, self.optimizers, strict, weights_only)
         if self._masters is not None:
             self._masters.invalidate()
         self._seed = int(rest.pop(RUN_SEED, self._seed))
         return rest
 
-    def _load_folder(self, path: Path, module: torch.nn.Module, weights_only: bool | None) -> dict[str, Any]:
-        checkpoint.verify(path)
-        rest = checkpoint.load_state(path, weights_only)
-        saved = checkpoint.read_metadata(path)
-        own = {f"model.{n}": t for n, t in state.module_state(module).items() if isinstance(t, torch.Tensor)}
-        shapes = {name: entry.size for name, entry in saved.items() if name.startswith("model.")}
-        strict = self.lightning_module.strict_loading  # type: ignore[union-attr]
-        state.compare(shapes, {n: t.shape for n, t in own.items()}, strict, str(path))
-        targets = {n: t.detach() for n, t in own.items() if n in saved}
-        optimizer_states = rest.pop("optimizer_states", None)
-        if self.optimizers and optimizer_states is not None:
-            optimizer_states = [
-                _allocate(module, i, s, saved, targets) for i, s in enumerate(self._matched(optimizer_states, path))
-            ]
-        checkpoint.load_tensors(path, targets)
-        state.load_extra_state(module, rest.pop("extra_state", {}))
-        if self.optimizers and optimizer_states is not None:
-            for optimizer, optimizer_state in zip(self.optimizers, optimizer_states, strict=True):
-                state.load_optimizer_state(module, optimizer, optimizer_state)
-        return rest
-
-    def _load_file(self, path: Path, module: torch.nn.Module, weights_only: bool | None) -> dict[str, Any]:
-        if not path.is_file():
-            raise CheckpointError(f"{path}: no such checkpoint")
-        rest = dict(torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False))
-        saved = {state.clean_name(n): v for n, v in rest.pop("state_dict").items()}
-        own = {n: t for n, t in state.module_state(module).items() if isinstance(t, torch.Tensor)}
-        shapes = {n: t.shape for n, t in saved.items() if isinstance(t, torch.Tensor)}
-        strict = self.lightning_module.strict_loading  # type: ignore[union-attr]
-        state.compare(shapes, {n: t.shape for n, t in own.items()}, strict, str(path))
-        for name in own.keys() & shapes.keys():
-            state.copy_whole(own[name], saved[name])
-        state.load_extra_state(module, {n: v for n, v in saved.items() if n not in shapes})
-        optimizer_states = rest.pop("optimizer_states", None)
-        if self.optimizers and optimizer_states is not None:
-            names = {name: parameter for parameter, name in state.parameter_names(module).items()}
-            for optimizer, numbered in zip(self.optimizers, self._matched(optimizer_states, path), strict=True):
-                named = state.by_name(module, optimizer, numbered)
-                state.load_optimizer_state(module, optimizer, _distribute(named, names))
-        return rest
-
-    def _matched(self, saved: list[Any], path: Path) -> list[Any]:
-        if len(saved) != len(self.optimizers):
-            raise CheckpointError(f"{path} holds {len(saved)} optimizers, this run has {len(self.optimizers)}")
-        return saved
-
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint, folder or file, on rank 0; a crash leaves no half of it under its name."""
         if self.is_global_zero:
             commit.remove(Path(filepath))
-
-
-def _split(checkpoint_state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors for DCP under flat names, and the rest with the names of the optimizer tensors it belongs to."""
-    weights = checkpoint_state.pop("state_dict")
-    tensors = {f"model.{name}": value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    rest = {**checkpoint_state, "extra_state": {n: v for n, v in weights.items() if not isinstance(v, torch.Tensor)}}
-    if "optimizer_states" in checkpoint_state:
-        rest["optimizer_states"] = [
-            {
-                "param_groups": optimizer["param_groups"],
-                "state": {
-                    name: {key: None if isinstance(value, torch.Tensor) else value for key, value in values.items()}
-                    for name, values in optimizer["state"].items()
-                },
-            }
-            for optimizer in checkpoint_state["optimizer_states"]
-        ]
-        for index, optimizer in enumerate(checkpoint_state["optimizer_states"]):
-            for name, values in optimizer["state"].items():
-                for key, value in values.items():
-                    if isinstance(value, torch.Tensor):
-                        tensors[f"optimizer.{index}.{name}.{key}"] = value
-    return tensors, rest
-
-
-def _allocate(
-    module: torch.nn.Module,
-    index: int,
-    saved: Mapping[str, Any],
-    metadata: Mapping[str, Any],
-    targets: dict[str, torch.Tensor],
-) -> dict[str, Any]:
-    """An optimizer's saved state with memory for its tensors, which is also entered into `targets` to be read."""
-    parameters = {name: parameter for parameter, name in state.parameter_names(module).items()}
-    filled: dict[str, Any] = {"param_groups": saved["param_groups"], "state": {}}
-    for name, values in saved["state"].items():
-        if name not in parameters:
-            continue
-        filled["state"][name] = dict(values)
-        for key in values:
-            entry = metadata.get(flat := f"optimizer.{index}.{name}.{key}")
-            if entry is not None:
-                tensor = state.like(parameters[name], entry.size, entry.properties.dtype)
-                filled["state"][name][key] = targets[flat] = tensor
-    return filled
-
-
-def _distribute(named: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Whole state tensors of a plain file, placed like their parameters."""
-
-    def place(parameter: torch.Tensor, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        target = state.like(parameter, value.shape, value.dtype)
-        state.copy_whole(target, value)
-        return target
-
-    placed = {n: {k: place(parameters[n], v) for k, v in values.items()} for n, values in named["state"].items()}
-    return {"state": placed, "param_groups": named["param_groups"]}
