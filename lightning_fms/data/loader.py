@@ -134,17 +134,19 @@ class StreamLoader:
         self.skipped_documents = 0
         if saved is None or state is None:
             self._first_row, history = 0, self._wanted
-            self._columns = Columns(names)
+            self._columns = Columns(sorted(names))  # ties are decided by column: not by the order of the config
             rows = self._columns.fresh(streams, window)
         else:
             check_same_run(saved, {"seed": self.seed, "num_streams": streams, "listings": self._listings()})
             self._first_row = saved["row"]
             past: History = [(first, weights) for first, weights in saved["mixture"]]
             history = resume(past, self._wanted, self._first_row)
-            self._columns = Columns(saved["sources"] + [name for name in names if name not in saved["sources"]])
+            self._columns = Columns(saved["sources"] + sorted(set(names) - set(saved["sources"])))
             rows = self._columns.adopt(_complete_rows(state), saved["sources"], window)
-            if saved["tokenizer"] != self.tokenizer.fingerprint:
+            if (saved["tokenizer"], saved["bos"]) != (self.tokenizer.fingerprint, self._documents["bos"]):
                 self.skipped_documents = skip_flight(rows, self._columns)
+            if saved["max_epochs"] != self._max_epochs:
+                rows[:, self._columns.since] = 0  # a source that comes back does not catch up
         self._recipe = Recipe(
             self._sources, self._columns, self.tokenizer, history, self.seq_len, self.seed, streams,
             max_epochs=self._max_epochs, **self._documents,

@@ -238,7 +238,7 @@ class Stream:
 
 
 def skip_flight(rows: np.ndarray, columns: Columns) -> int:
-    """Give up the documents in flight that were begun, because their offsets count another tokenizer's tokens.
+    """Give up the documents in flight that were begun, because their offsets count other tokens than now.
 
     Args:
         rows: int64 `[S, K]`, changed in place.

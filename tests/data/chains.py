@@ -2,7 +2,6 @@
 
 import io
 import json
-import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,12 +46,10 @@ def _encode(numbers: range) -> Iterator[torch.Tensor]:
 
 
 def write_litdata(folder: Path, count: int) -> Path:
-    method = multiprocessing.get_start_method()
     litdata.optimize(
         fn=_encode, inputs=[range(0, count // 2), range(count // 2, count)], output_dir=str(folder), chunk_bytes=2000,
-        item_loader=litdata.TokensLoader(block_size=16), num_workers=1, verbose=False,
+        item_loader=litdata.TokensLoader(block_size=16), num_workers=1, start_method="fork", verbose=False,
     )  # fmt: skip
-    multiprocessing.set_start_method(method, force=True)  # litdata changes it for the whole process
     return folder
 
 

@@ -91,8 +91,9 @@ def fit(
     strategies = {"one device": "auto", "ddp": DDPStrategy(process_group_backend="gloo"), "fsdp": FSDPCompileStrategy()}
     trainer = pl.Trainer(
         max_steps=max_steps, accelerator="cpu", strategy=strategies[strategy], callbacks=[ledger, *callbacks],
-        devices=1 if strategy == "one device" else dist_size(), logger=False, enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
-        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1, num_sanity_val_steps=0,
+        devices=1 if strategy == "one device" else dist_size(), log_every_n_steps=1, num_sanity_val_steps=0, logger=False,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+        enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Bigram(**module_options), RescalableDataModule(**data), ckpt_path=resume)
     if save is not None:

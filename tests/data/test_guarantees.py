@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_fms.data import StreamLoader, merge_states
 from lightning_fms.data.segments import SourceOrder
+from lightning_fms.data.tokenizer import ByteTokenizer
 from tests.data.chains import Phase, document, run_phase, through_disk, write_jsonl, write_litdata
 
 STREAMS = 8
@@ -209,9 +210,9 @@ def test_second_iteration_goes_on_behind_the_last_batch_taken(corpora):
     whole = [
         b["input_ids"] for b, _ in zip(StreamLoader(**corpora["jsonl"], global_batch_size=4), range(6), strict=False)
     ]
-    first = [b["input_ids"] for b, _ in zip(loader, range(3), strict=False)]
+    first = [b["input_ids"] for _, b in zip(range(3), loader, strict=False)]
     taken = loader.state_dict()["header"]["row"] // 4
-    second = [b["input_ids"] for b, _ in zip(loader, range(6 - taken), strict=False)]
+    second = [b["input_ids"] for _, b in zip(range(6 - taken), loader, strict=False)]
     assert all(torch.equal(a, b) for a, b in zip(whole, first[:taken] + second, strict=True))
 
 
@@ -225,3 +226,36 @@ def test_state_loaded_during_iteration_is_refused_not_ignored(corpora, workers):
     loader.close()
     loader.load_state_dict(state)
     assert loader.state_dict()["header"]["row"] == 0
+
+
+def _rows(options, steps, state=None):
+    return run_phase(options, Phase(2, STREAMS, None, steps), state, state["header"]["row"] if state else 0)
+
+
+def test_the_order_of_the_config_does_not_matter(corpora):
+    options = corpora["mixed"]
+    turned = {**options, "sources": dict(reversed(options["sources"].items()))}
+    assert _rows(options, 6)[0] == _rows(turned, 6)[0]
+
+
+def test_a_change_of_bos_at_resume_gives_up_documents_in_flight_and_nothing_else(corpora, tmp_path):
+    class WithBos(ByteTokenizer):
+        vocab_size, bos_id = 258, 257
+
+    options = {**corpora["jsonl"], "tokenizer": WithBos()}
+    _, state = _rows(options, 5)
+    changed = StreamLoader(**options, bos=True, global_batch_size=STREAMS, state=state)
+    flights = [stream for stream in range(STREAMS) if int(state["rows"][stream, -1]) > 0]
+    assert changed.skipped_documents == len(flights) > 0
+    assert StreamLoader(**options, global_batch_size=STREAMS, state=state).skipped_documents == 0
+
+
+def test_a_source_whose_max_epochs_are_raised_at_resume_does_not_catch_up(corpora):
+    options = corpora["mixed"]
+    _, state = _rows({**options, "max_epochs": {"c": 1}}, 60)
+    loader = StreamLoader(**options, max_epochs={"c": 3}, global_batch_size=STREAMS, state=state)
+    before = loader.mix_report()["c"]["tokens"]
+    for _ in zip(range(40), loader, strict=False):
+        pass
+    share = (loader.mix_report()["c"]["tokens"] - before) / (40 * STREAMS * SEQ_LEN)
+    assert share == pytest.approx(1 / 6, abs=0.05)
