@@ -105,7 +105,7 @@ class StepTimer(L.Callback):
         now = time.perf_counter()
         if self._profiler is not None:
             self._profiler.stop()
-            self.kernels = _slowest(self._profiler)
+            self.kernels = _slowest(self._profiler, on_gpu)
             return
         self.seconds.append(now - self._last)
         self.losses.append(float(outputs["loss"]))
@@ -121,9 +121,12 @@ class StepTimer(L.Callback):
         self._last = time.perf_counter()
 
 
-def _slowest(profiler: profile, most: int = 40) -> list[tuple[str, float, int]]:
-    """Kernels of one step by time: name, milliseconds in all, calls."""
-    events = [(e.key[:160], max(e.self_device_time_total, 0) / 1e3, e.count) for e in profiler.key_averages()]
+def _slowest(profiler: profile, on_gpu: bool, most: int = 40) -> list[tuple[str, float, int]]:
+    """Kernels (on a CPU: operators) of one step by time: name, milliseconds in all, calls."""
+    events = [
+        (e.key[:160], (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e3, e.count)
+        for e in profiler.key_averages()
+    ]
     return sorted(events, key=lambda event: -event[1])[:most]
 
 
