@@ -12,8 +12,8 @@ apple/ml-cross-entropy, with cuBLAS for the GEMMs).
 Trade-offs: larger chunks are faster and need more memory (`chunk_bytes`). The weight gradient is a sum over chunks: up to
 `NATIVE_CHUNKS` of them it is accumulated in its own dtype inside the GEMM, whose rounded partial sums make its error up to
 1.5 times that of eager's single GEMM (1.1 times once the rounding of real logits dominates); beyond that in an fp32
-buffer, which costs 4 bytes a weight and has eager's error for any number of chunks. `reduction='none'` and fp16 cannot be scaled afterwards, so
-they compute the logits once more in the backward.
+buffer, which costs 4 bytes a weight and has eager's error for any number of chunks. `reduction='none'` and fp16 cannot
+be scaled afterwards, so they compute the logits once more in the backward.
 
 The mean over no token at all is 0 with zero gradients (eager: NaN), so a batch without a target is no accident.
 
