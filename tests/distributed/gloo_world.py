@@ -79,7 +79,7 @@ def _rank(rank: int, size: int, port: int, function: Callable[..., Any], args: t
         outcome = pickle.dumps((None, function(*args)))
     except BaseException:
         outcome = pickle.dumps((traceback.format_exc(), None))
-    staging = file.with_suffix(".tmp")
+    staging = file.with_name(f"{file.name}.tmp")
     staging.write_bytes(outcome)
     staging.rename(file)
     os._exit(0)
