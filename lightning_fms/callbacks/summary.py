@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 
 def reports(trainer: L.Trainer) -> Iterator[str]:
@@ -31,9 +32,9 @@ def headline(trainer: L.Trainer, pl_module: L.LightningModule) -> str:
     parameters = sum(parameter.numel() for parameter in pl_module.parameters())
     size = f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
     steps = f"{trainer.max_steps:,} steps" if trainer.max_steps > 0 else f"{trainer.max_epochs} epochs"
-    return (
-        f"{type(pl_module).__name__}, {size} parameters on {trainer.world_size} x {name}, {trainer.precision}, {steps}"
-    )
+    # FSDP2 puts a class of its own in front of the user's.
+    user = next(kind for kind in type(pl_module).__mro__ if not issubclass(kind, FSDPModule))
+    return f"{user.__name__}, {size} parameters on {trainer.world_size} x {name}, {trainer.precision}, {steps}"
 
 
 class Summary(L.Callback):

@@ -53,7 +53,8 @@ def test_torchruns_ranks_hear_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("refuse", [False, True])
 def test_slurms_ranks_hear_the_first_also_that_it_failed(refuse: bool) -> None:
     shared = clean_environment() | {
-        "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "12", "SLURM_NODELIST": "localhost",
+        "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "12",
+        "SLURM_NODELIST": "localhost",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     shared |= {"REFUSE": "1"} if refuse else {}
