@@ -20,7 +20,8 @@ class CausalLM(L.LightningModule):
     """Train `net` to predict the next token.
 
     Args:
-        net: maps `input_ids` and `position_ids`, int64 [B, T], to logits [B, T, V].
+        net: maps `input_ids`, int64 [B, T], to logits [B, T, V]. A row may hold several documents, which see each other: their
+            `position_ids` belong with an attention mask, so they are not used here.
         optimizer: makes the optimizer from parameter groups, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`.
         scheduler: makes a learning-rate scheduler from the optimizer; it is stepped once per optimizer step. `None` =
             constant rate.
@@ -41,9 +42,9 @@ class CausalLM(L.LightningModule):
         return self.net(input_ids, position_ids)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Mean cross-entropy in nats over the labels that are not -100."""
-        logits = self.net(batch["input_ids"], batch.get("position_ids"))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), batch["labels"].view(-1))
+        """Mean cross-entropy in nats over the labels that are not -100, in fp32 whatever the logits are."""
+        logits = self.net(batch["input_ids"])
+        return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), batch["labels"].view(-1))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Loss of one micro-batch."""
