@@ -158,7 +158,7 @@ def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    function: Callable[..., Any] = vars(target).get("__init__", target.__init__) if isinstance(target, type) else target
+    function: Any = getattr(target, "__init__", target) if isinstance(target, type) else target
     try:
         return typing.get_type_hints(inspect.unwrap(function))
     except Exception:  # Annotations may name what exists only for type checkers.

@@ -11,9 +11,7 @@ TREE = Path(__file__).parents[1]
 OURS = ("lightning_fms", "hydra_plugins", "tests", "examples", "benchmarks")
 MAX_FILE, MAX_FUNCTION = 400, 60
 # Longer with a reason: path::function, and why.
-LONG_FUNCTIONS: dict[str, str] = {
-    "lightning_fms/data/module.py::__init__": "the arguments of a run's data, each a line",
-}
+LONG_FUNCTIONS: dict[str, str] = {}
 LONG_FILES: dict[str, str] = {
     "lightning_fms/distributed/strategy.py": "one class whose methods are Lightning's hooks",
 }
