@@ -84,6 +84,19 @@ def test_a_mistake_is_found_before_anything_is_built(override: str, message: str
         check(composed("experiment=quickstart", override))
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "strategy.activation_checkpointing=selective",
+        "precision.emulate=true",
+        "precision.recipe=rowwise",
+        "strategy.shard=4",
+    ],
+)
+def test_what_one_sweeps_over_needs_no_plus(override: str) -> None:
+    check(composed("precision=fp8", override))
+
+
 @pytest.mark.parametrize(("devices", "number"), [("3", 3), ("[0,2]", 2), ("'0,2'", 2), ("auto", 1)])
 def test_the_number_of_devices_follows_from_every_way_to_write_it(devices: str, number: int) -> None:
     assert devices_asked(composed(f"trainer.devices={devices}", "trainer.accelerator=cpu").trainer) == number
