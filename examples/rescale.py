@@ -62,7 +62,9 @@ def train(folder: Path, name: str, last_step: int, resume: str) -> None:
 
 def write_corpus(path: Path) -> None:
     """Real text: the paragraphs of Python's help topics, each with a number in front."""
-    paragraphs = [part for topic in pydoc_data.topics.topics.values() for part in topic.split("\n\n") if len(part) > 200]
+    paragraphs = [
+        part for topic in pydoc_data.topics.topics.values() for part in topic.split("\n\n") if len(part) > 200
+    ]
     path.write_text("".join(json.dumps({"text": f"{i}:{text}"}) + "\n" for i, text in enumerate(paragraphs)))
 
 
@@ -77,7 +79,9 @@ def launch(folder: Path, name: str, world: int, last_step: int, resume: str) -> 
 
 
 def read_notes(folder: Path, name: str) -> list[dict]:
-    return [json.loads(line) for path in sorted(folder.glob(f"{name}.*.jsonl")) for line in path.read_text().splitlines()]
+    return [
+        json.loads(line) for path in sorted(folder.glob(f"{name}.*.jsonl")) for line in path.read_text().splitlines()
+    ]
 
 
 def documents(notes: list[dict]) -> list[int]:
@@ -98,7 +102,9 @@ def compare(folder: Path) -> None:
     whole, together = read_notes(folder, "whole"), [line for notes in phases.values() for line in notes]
     before = 0
     for (world, last), name in zip(PHASES, phases, strict=True):
-        read = Counter(documents([line for notes in list(phases.values())[: list(phases).index(name) + 1] for line in notes]))
+        read = Counter(
+            documents([line for notes in list(phases.values())[: list(phases).index(name) + 1] for line in notes])
+        )
         shown = sorted(read - Counter(documents([line for line in together if line["step"] < before])))
         print(f"steps {before:2d}-{last - 1:2d} on {world} processes finished {len(shown)} documents: {_short(shown)}")
         before = last
@@ -111,7 +117,8 @@ def compare(folder: Path) -> None:
     picture(folder / "rescale.png", together, losses)
     read, expected = Counter(documents(together)), Counter(documents(whole))
     print(f"picture: {folder / 'rescale.png'}")
-    print(f"{sum(expected.values())} documents: {sum((read - expected).values())} repeated, {sum((expected - read).values())} skipped")
+    repeated, skipped = (read - expected).total(), (expected - read).total()
+    print(f"{expected.total()} documents: {repeated} repeated, {skipped} skipped")
 
 
 def _short(numbers: list[int]) -> str:
@@ -129,12 +136,15 @@ def picture(path: Path, notes: list[dict], losses: list[dict[int, float]]) -> No
     for line in notes:
         if "tokens" in line:
             owner[line["stream"], line["step"]] = line["rank"]
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, height_ratios=[1.1, 1], layout="constrained")
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(9, 5), sharex=True, height_ratios=[1.1, 1], layout="constrained"
+    )
     colors = matplotlib.colors.ListedColormap(["#4063d8", "#389826", "#9558b2", "#cb3c33"])
     top.imshow(owner, aspect="auto", cmap=colors, interpolation="nearest", vmin=-0.5, vmax=3.5)
     top.set_ylabel("stream (= row of the batch)")
     top.set_title("Streams change owner, batches do not: rank that trained each row")
-    top.legend([plt.Rectangle((0, 0), 1, 1, color=colors(i)) for i in range(4)], [f"rank {i}" for i in range(4)], ncols=4, loc="upper right")  # noqa: E501
+    patches = [plt.Rectangle((0, 0), 1, 1, color=colors(rank)) for rank in range(4)]
+    figure.legend(patches, [f"rank {rank}" for rank in range(4)], ncols=4, loc="outside lower center")
     start = 0
     for world, last in PHASES:
         bottom.text((start + last) / 2 - 0.5, max(losses[1].values()), f"{world} processes", ha="center", va="top")

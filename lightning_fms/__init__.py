@@ -10,17 +10,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_fms.data import RescalableDataModule, StreamLoader, merge_states
     from lightning_fms.distributed import FSDPCompileStrategy
+    from lightning_fms.kernels import TritonKernels
+    from lightning_fms.precision import FP8Precision
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "FP8Precision": "lightning_fms.precision",
     "FSDPCompileStrategy": "lightning_fms.distributed",
     "RescalableDataModule": "lightning_fms.data",
     "StreamLoader": "lightning_fms.data",
+    "TritonKernels": "lightning_fms.kernels",
     "merge_states": "lightning_fms.data",
 }
 
-__all__ = ["FSDPCompileStrategy", "RescalableDataModule", "StreamLoader", "__version__", "merge_states"]
+__all__ = [
+    "FP8Precision",
+    "FSDPCompileStrategy",
+    "RescalableDataModule",
+    "StreamLoader",
+    "TritonKernels",
+    "__version__",
+    "merge_states",
+]
 
 
 def __getattr__(name: str) -> Any:

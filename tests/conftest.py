@@ -1,5 +1,6 @@
-"""Settings for every test process: few threads, no network, no progress bars, a clean environment."""
+"""Settings for every test process: few threads, no network, no GPU (kernels and FP8 have their reference there)."""
 
 import os
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HYDRA_FULL_ERROR="1")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""

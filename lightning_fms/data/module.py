@@ -86,11 +86,12 @@ class RescalableDataModule(pl.LightningDataModule):
         self.tokenizer: Tokenizer = open_tokenizer(tokenizer)
         self._everywhere: dict[str, Any] = {
             "seq_len": seq_len, "global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size,
-            "tokenizer": self.tokenizer, "packing": packing, "seed": seed, "shuffle_window": shuffle_window,
+            "tokenizer": self.tokenizer, "packing": packing, "seed": seed, "num_streams": num_streams,
+            "shuffle_window": shuffle_window,
             "eos": eos, "bos": bos, "mask_first": mask_first, "max_document_tokens": max_document_tokens,
         }  # fmt: skip
         self._training: dict[str, Any] = {
-            "sources": sources, "mixture": mixture, "num_workers": num_workers, "num_streams": num_streams,
+            "sources": sources, "mixture": mixture, "num_workers": num_workers,
             "max_epochs": max_epochs, "multiprocessing_context": multiprocessing_context,
         }  # fmt: skip
         self.loader: StreamLoader | None = None

@@ -34,7 +34,10 @@ class WarmupCosine(LambdaLR):
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int, total_steps: int, final_fraction: float = 0.1) -> None:
         if not 0 <= warmup_steps < total_steps:
-            raise ValueError(f"{warmup_steps=}, {total_steps=}: warm-up must end before the schedule does")
+            raise ValueError(
+                f"{warmup_steps=} is not below {total_steps=}: warm-up must end before the schedule does; lower warmup_steps "
+                "or train for more steps"
+            )
         if not 0 <= final_fraction <= 1:
             raise ValueError(f"{final_fraction=}: must be between 0 and 1")
         super().__init__(optimizer, lambda step: cosine_multiplier(step, warmup_steps, total_steps, final_fraction))

@@ -315,3 +315,12 @@ def test_formats_follow_from_names(tmp_path: Path) -> None:
     assert sources["b"].split == "line"
     assert weights == {"a": 2, "b": 1}
     assert open_source(sources["a"]) is sources["a"]
+
+
+def test_python_source_of_an_installed_package():
+    source = PythonSource("code", package="lightning_fms")
+    assert "__init__.py" in source.listing.names
+    with pytest.raises(ValueError, match="package='no_such_package' is not an installed package"):
+        PythonSource("code", package="no_such_package")
+    with pytest.raises(ValueError, match="two places"):
+        PythonSource("code", root=".", package="lightning_fms")

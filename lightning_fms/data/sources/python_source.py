@@ -11,6 +11,7 @@ import sysconfig
 import tokenize
 import warnings
 from collections import OrderedDict
+from importlib.util import find_spec
 from inspect import cleandoc
 from io import BytesIO
 from pathlib import Path
@@ -34,18 +35,23 @@ class PythonSource:
         kind: `"docstrings"`: every docstring of 120 characters or more, and every help topic, is a document.
             `"code"`: every file is a document.
         root: Folder of `.py` files; default: the standard library of the running Python, without its tests.
+        package: Name of an installed package to take instead of a folder.
 
     Raises:
-        ValueError: For another kind, or a folder without Python files.
+        ValueError: For another kind, a package that is not installed, or a folder without Python files.
     """
 
     listing: Listing
 
-    def __init__(self, kind: Literal["docstrings", "code"], root: str | Path | None = None) -> None:
+    def __init__(
+        self, kind: Literal["docstrings", "code"], root: str | Path | None = None, package: str | None = None
+    ) -> None:
         if kind not in ("docstrings", "code"):
             raise ValueError(f"kind={kind!r} must be 'docstrings' or 'code'")
         self.kind = kind
-        folder = Path(root or sysconfig.get_path("stdlib"))
+        if root is not None and package is not None:
+            raise ValueError(f"root={str(root)!r} and package={package!r} are two places; give one")
+        folder = _package_folder(package) if package else Path(root or sysconfig.get_path("stdlib"))
         files = _python_files(folder)
         if not files:
             raise ValueError(f"{folder}: holds no .py file; set root to a folder with Python sources")
@@ -85,6 +91,13 @@ class PythonSource:
         while len(self._parsed) > _PARSED:
             self._parsed.popitem(last=False)
         return documents
+
+
+def _package_folder(package: str) -> Path:
+    found = find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise ValueError(f"package={package!r} is not an installed package; name one, or give root")
+    return Path(next(iter(found.submodule_search_locations)))
 
 
 def _python_files(folder: Path) -> list[Path]:

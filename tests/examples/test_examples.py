@@ -1,0 +1,36 @@
+"""Every example runs, as its first lines say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str, cwd: Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {k: v for k, v in environment.items() if not k.startswith(("PYTEST_XDIST", "COV_"))}
+    finished = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout
+
+
+def test_minimal_is_short_and_learns(tmp_path):
+    example = ROOT / "examples" / "minimal.py"
+    assert len(example.read_text().splitlines()) <= 40
+    output = run(str(example), cwd=tmp_path)
+    assert float(output.split("loss ")[-1]) < 4.5  # from 5.55 = ln 257
+
+
+def test_rescale_repeats_and_skips_nothing(tmp_path):
+    lines = run(str(ROOT / "examples" / "rescale.py"), str(tmp_path / "out"), cwd=tmp_path).splitlines()
+    documents, _, verdict = lines[-1].partition(" documents: ")
+    assert verdict == "0 repeated, 0 skipped"
+    assert int(documents) > 100
+    difference = next(line for line in lines if line.startswith("largest difference"))
+    assert float(difference.rsplit(maxsplit=1)[-1]) < 1e-3  # fp32, summed in another order
+    assert sum(line.startswith("steps ") and "finished" in line for line in lines) == 3
+    assert (tmp_path / "out" / "rescale.png").stat().st_size > 10_000
