@@ -64,7 +64,7 @@ def test_the_scheduler_is_stepped_by_the_step() -> None:
 def test_the_schedule_is_refused_when_its_warm_up_does_not_end() -> None:
     assert cosine_multiplier(5, 0, 10, 0.0) == pytest.approx(0.5)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    with pytest.raises(ValueError, match="warmup_steps=10, total_steps=10"):
+    with pytest.raises(ValueError, match="warmup_steps=10 is not below total_steps=10"):
         WarmupCosine(optimizer, warmup_steps=10, total_steps=10)
     with pytest.raises(ValueError, match="final_fraction=2"):
         WarmupCosine(optimizer, warmup_steps=1, total_steps=10, final_fraction=2)
