@@ -14,7 +14,6 @@ step, FSDP's reshard) before anyone looked, that is an error, never wrong number
 N rows, D model, V vocabulary.
 """
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,50 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_fms.kernels.linear_cross_entropy import gemm_dtype, linear_cross_entropy
+from lightning_fms.kernels.head_call import Source
+from lightning_fms.kernels.linear_cross_entropy import linear_cross_entropy
+from lightning_fms.kernels.tensor_functions import METADATA, may_write
 
 Replay = Callable[[Tensor], Tensor]
-
-
-class Source:
-    """One call of the head: its inputs as they were, and the real logits once somebody needed them."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss_options: dict[str, Any]):
-        self.hidden, self.weight, self.bias, self.loss_options = hidden, weight, bias, loss_options
-        self.dtype = gemm_dtype(hidden)
-        self.grad = torch.is_grad_enabled()
-        self.versions = [_version(t) for t in self.inputs]
-        self.views: weakref.WeakSet[DeferredLogits] = weakref.WeakSet()
-        self.changed = False  # written in place, or its memory handed out: only the real logits are true from here on
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        return [t for t in (self.hidden, self.weight, self.bias) if t is not None]
-
-    def check(self) -> None:
-        for tensor, version in zip(self.inputs, self.versions, strict=True):
-            name = "weight" if tensor is self.weight else "bias" if tensor is self.bias else "input"
-            if _version(tensor) != version:
-                raise RuntimeError(
-                    f"the output head's {name} changed after these logits were made and before they were used; use the "
-                    "logits before the optimizer step, or switch to real ones: TritonKernels(linear_cross_entropy=False)"
-                )
-            if tensor.numel() and not tensor.untyped_storage().size():
-                raise RuntimeError(
-                    f"the output head's {name} was resharded after these logits were made and before they were used; "
-                    "use the logits inside the step, or switch to real ones: TritonKernels(linear_cross_entropy=False)"
-                )
-
-    def project(self, hidden: Tensor, detached: bool) -> Tensor:
-        """Real logits of `hidden`, as the head would have computed them at its call."""
-        self.check()
-        with torch.set_grad_enabled(self.grad and not detached), torch.autocast(hidden.device.type, enabled=False):
-            w, b = self.weight.to(self.dtype), None if self.bias is None else self.bias.to(self.dtype)
-            return F.linear(hidden.to(self.dtype), w, b)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Project(torch.autograd.Function):
@@ -150,7 +110,7 @@ class DeferredLogits(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
@@ -158,7 +118,7 @@ class DeferredLogits(Tensor):
             result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if _may_write(func, kwargs):
+        if may_write(func, kwargs):
             tree_map(_give_up, (args, kwargs))
         args, kwargs = tree_map(_to_real, (args, kwargs))
         return func(*args, **kwargs)
@@ -214,17 +174,6 @@ def _give_up(value: Any) -> Any:
             view.materialise()
         value._source.changed = True
     return value
-
-
-_HANDS_OUT_MEMORY = {"data_ptr", "untyped_storage", "storage", "numpy", "__array__", "__dlpack__"}
-
-
-def _may_write(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    augmented = name.startswith("__i") and name not in ("__invert__", "__iter__", "__index__", "__int__")
-    named = name in ("__setitem__", "__set__") or name in _HANDS_OUT_MEMORY
-    return in_place or augmented or named or "out" in kwargs or func is Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 # ---- what stays deferred ------------------------------------------------------------------------------------------
@@ -370,23 +319,5 @@ for _name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 for _name in ("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims"):
     _HANDLERS.update(dict.fromkeys((getattr(Tensor, _name), getattr(torch, _name)), _permuted))
 _HANDLERS.pop(None, None)
-
-# Read from the object itself, nothing is computed.
-_PROPERTIES = ["shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu"]
-_PROPERTIES += ["is_meta", "is_sparse", "is_quantized", "is_nested", "_version", "output_nr", "_base"]
-_METHODS = [
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "stride",
-    "is_contiguous",
-    "is_floating_point",
-    "is_complex",
-]
-_METHODS += ["element_size", "storage_offset", "get_device", "__len__", "__hash__", "is_inference"]
-_METADATA = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
-_METADATA |= {torch.numel, torch.is_floating_point, torch.is_complex}
 
 __all__ = ["DeferredLogits"]
