@@ -203,6 +203,7 @@ def _chunked(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Per-token losses [N] and the gradients of sum(scale * losses) that are asked for (empty otherwise)."""
     (tokens, _), vocab = hidden.shape, weight.shape[0]
+    target = target.contiguous()  # the row kernel knows no stride; `labels[:, -1]` stays a view up to here
     triton_ = use_triton(backend, hidden.device, hidden.dtype)
     if hidden.device.type == "cpu":
         _raise_out_of_range(target, vocab, ignore_index)

@@ -42,6 +42,19 @@ def test_cross_entropy(reduction: str, smoothing: float, vocab: int) -> None:
     torch.testing.assert_close(grads, torch.autograd.grad(theirs, tensors, upstream), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("stride", [5, 2, 0])
+def test_target_that_is_a_view(stride: int, reduction: str) -> None:
+    hidden, weight = leaves(torch.float32, (20, 16), (50, 16))
+    target = torch.randint(0, 50, (100,)).as_strided((20,), (stride,))
+    ours = linear_cross_entropy(hidden, weight, target, reduction=reduction, chunk_bytes=1, backend="triton")
+    theirs = F.cross_entropy(F.linear(hidden, weight), target, reduction=reduction)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours.sum(), (hidden, weight)), torch.autograd.grad(theirs.sum(), (hidden, weight))
+    )
+
+
 def test_rows_that_are_ignored_or_out_of_range_are_written_and_read_nothing_wild() -> None:
     logits, scale = torch.randn(5, 100), torch.ones(1)
     target = torch.tensor([3, -100, 100, -1, 10**12])
