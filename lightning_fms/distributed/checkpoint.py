@@ -56,7 +56,7 @@ def save(
         CheckpointError: a rank could not write; the target is untouched.
         ValueError: the target is a folder that is no checkpoint.
     """
-    rank = _rank(group)
+    rank = rank_in(group)
     everywhere(lambda: commit.check_target(path) if rank == 0 else None, group)
     nonce = broadcast(os.urandom(4).hex(), group)
     staging = commit.staging_folder(path, nonce)
@@ -101,7 +101,7 @@ def load_state(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
 
 def verify(path: Path, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Check every byte of a committed checkpoint, the ranks sharing the files; see `commit.verify`."""
-    rank, world = _rank(group), dist.get_world_size(group) if dist.is_initialized() else 1
+    rank, world = rank_in(group), dist.get_world_size(group) if dist.is_initialized() else 1
     return everywhere(lambda: commit.verify(path, commit.listed_files(path)[rank::world]), group)[0]
 
 
@@ -219,7 +219,8 @@ def _commit(staging: Path, path: Path, files: dict[str, list[Any]], step: int) -
     commit.publish(staging, path)
 
 
-def _rank(group: dist.ProcessGroup | None) -> int:
+def rank_in(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank; 0 without a process group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 

@@ -1,7 +1,7 @@
-"""Put a checkpoint back into a module and its optimizers, from a committed folder or from one plain Lightning file.
+"""Between Lightning's checkpoint dict and storage: a committed folder, or one plain Lightning file.
 
-Both ways do the same in the same order: check everything that can be wrong (damage, another model, other optimizers),
-and only then touch a weight. A folder is read slice by slice into what each rank holds; a plain file is mapped into
+Both ways of loading do the same in the same order: check everything that can be wrong (damage, another model, other
+optimizers), and only then touch a weight. A folder is read slice by slice into what each rank holds; a plain file is mapped into
 memory by every rank, which copies its part.
 """
 
@@ -13,8 +13,30 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fms.distributed import checkpoint, state
+from lightning_fms.distributed import checkpoint, commit, state
 from lightning_fms.distributed.commit import CheckpointError
+
+
+def save_folder(path: Path, checkpoint_state: dict[str, Any]) -> None:
+    """Write Lightning's checkpoint dict as a committed folder. Called on all ranks; errors as in `checkpoint.save`."""
+    tensors, plain = split(checkpoint_state)
+    checkpoint.save(path, tensors, plain, step=int(checkpoint_state["global_step"]))
+
+
+def save_file(path: Path, checkpoint_state: dict[str, Any]) -> None:
+    """The same as one plain file, written by rank 0. Called on all ranks."""
+    optimizers = [state.by_number(s) for s in checkpoint_state.pop("optimizer_states", [])]
+    plain = {**checkpoint_state, **({"optimizer_states": optimizers} if optimizers else {})}
+    checkpoint.everywhere(lambda: checkpoint.write_plain_file(path, plain) if checkpoint.rank_in() == 0 else None)
+
+
+def load(
+    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Load a checkpoint of either kind, wherever a crash left it; see `load_folder`. Called on all ranks."""
+    path = commit.resolve(path)
+    kind = load_folder if path.is_dir() else load_file
+    return kind(path, module, optimizers, strict, weights_only)
 
 
 def load_folder(

@@ -4,11 +4,11 @@ Lightning's `ModelParallelStrategy` leaves the work to the user: `configure_mode
 what is forgotten trains slowly or wrongly. Here the module stays plain, and `setup` does the work in the one order in
 which the pieces compose:
 
-    callbacks' `transform_module` (kernels) -> `precision.convert_module` (FP8) -> activation checkpointing -> compile
-    each block -> shard each block, then the root -> materialise from meta on the way -> optimizers
+    callbacks' `transform_module` (kernels) -> `precision.convert_module` (FP8) -> `place.place` (recompute, compile,
+    shard, materialise) -> optimizers
 
-On one device nothing is wrapped and no process group exists; `bf16-mixed` then means `master.MasterWeights`, with the
-numerics that FSDP2 has on many. This file only connects: each step lives in the torch-only module of its name.
+On one device nothing is wrapped and no process group exists. This file only connects: each step lives in the torch-only
+module of its name.
 """
 
 import logging
@@ -27,26 +27,16 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fms.distributed import activation, checkpoint, commit, policy, restore, rng, state
-from lightning_fms.distributed.blocks import find_blocks
-from lightning_fms.distributed.compile import compile_blocks
+from lightning_fms.distributed import commit, policy, restore, rng, state
 from lightning_fms.distributed.launcher import InProcessLauncher, ProcessLauncher
+from lightning_fms.distributed.manual import RootInStep
 from lightning_fms.distributed.master import MasterWeights
-from lightning_fms.distributed.materialize import Materializer, check_materializable, on_meta
-from lightning_fms.distributed.mesh import MeshShape, build_mesh, check_mesh_arguments, fsdp_mesh, resolve_mesh
+from lightning_fms.distributed.mesh import MeshShape, build_mesh, check_mesh_arguments, resolve_mesh
+from lightning_fms.distributed.place import Placed, Settings, place
 from lightning_fms.distributed.report import SetupReport
-from lightning_fms.distributed.shard import (
-    choose_groups,
-    fsdp_modules,
-    is_sharded,
-    reshard,
-    shard_module,
-    silence_view_warning,
-)
+from lightning_fms.distributed.shard import fsdp_modules, reshard
 
 log = logging.getLogger(__name__)
 RUN_SEED = "run_seed"  # key in a checkpoint's plain state
@@ -101,27 +91,27 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         check_mesh_arguments(replicate, shard)
-        activation.check_mode(activation_checkpointing, checkpoint_every)
-        if compile not in (True, False, "auto"):
-            raise ValueError(f"compile={compile!r}: give True, False or 'auto'")
         if checkpoint_format not in ("sharded", "consolidated"):
             raise ValueError(f"checkpoint_format={checkpoint_format!r}: give 'sharded' or 'consolidated'")
+        self._settings = Settings(
+            None if blocks is None else list(blocks),
+            compile,
+            compile_strict,
+            compile_options,
+            activation_checkpointing,
+            checkpoint_every,
+            reshard_after_forward,
+            cpu_offload,
+        )
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._replicate, self._shard = replicate, shard
-        self._block_classes = None if blocks is None else list(blocks)
-        self._compile, self._compile_strict, self._compile_options = compile, compile_strict, compile_options
-        self._checkpointing, self._checkpoint_every = activation_checkpointing, checkpoint_every
-        self._reshard_after_forward = reshard_after_forward
-        self._cpu_offload = cpu_offload
         self._accumulate_without_reduce = accumulate_without_reduce
         self._consolidate = checkpoint_format == "consolidated"
         self.report = SetupReport()
-        self._masters: MasterWeights | None = None
-        self._patched: list[torch.nn.Module] = []
+        self._placed, self._root = Placed(), RootInStep()
         self._seed = 0
         self._micro_batch = (-1, 0)  # (optimizer step, micro-batches of it so far)
         self._in_training_step = False
-        self._trainable: dict[str, bool] = {}
 
     # ---- processes and mesh
 
@@ -156,7 +146,7 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         """Process group and mesh. One device needs neither, unless the user's `configure_model` asks for a mesh."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
-        if self._cpu_offload and self.root_device.type == "cpu":
+        if self._settings.cpu_offload and self.root_device.type == "cpu":
             raise ValueError("cpu_offload=True: the run is on the CPU already; set it to False")
         self.accelerator.setup_device(self.root_device)
         self.set_world_ranks()
@@ -167,7 +157,7 @@ class FSDPCompileStrategy(ModelParallelStrategy):
 
     @property
     def _wraps(self) -> bool:
-        return self.mesh_shape.data_parallel > 1 or self._cpu_offload
+        return self.mesh_shape.data_parallel > 1 or self._settings.cpu_offload
 
     def _get_process_group_backend(self) -> str:
         both = "cpu:gloo,cuda:nccl"  # offloaded shards and objects travel by gloo
@@ -191,7 +181,17 @@ class FSDPCompileStrategy(ModelParallelStrategy):
                 callback.transform_module(module)
         self.model = module = self.precision_plugin.convert_module(module)
         self._seed = self._agree_on_seed()
-        self._place(module)
+        self._placed = place(
+            module,
+            self._settings,
+            self.device_mesh if self._wraps else None,
+            self.root_device,
+            self._seed,
+            policy.fsdp_policy(self.precision_plugin),
+            policy.computes_in_bf16(self.precision_plugin),
+        )
+        self._root = RootInStep(module)
+        self._describe()
         self._forbid_inference_mode(trainer)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -200,49 +200,10 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         for line in self.report.lines():
             log.info(line)
 
-    def _place(self, module: torch.nn.Module) -> None:
-        blocks = find_blocks(module, self._block_classes)
-        self.report = SetupReport(str(self.mesh_shape), str(self.precision_plugin.precision), blocks=list(blocks))
-        self._patched = list(blocks.values())
-        self.report.recomputed = activation.checkpoint_blocks(blocks, self._checkpointing, self._checkpoint_every)
-        if self._compile is True or (self._compile == "auto" and self.root_device.type == "cuda"):
-            self.report.compiled = compile_blocks(
-                blocks, self._compile_options, self._compile_strict, self.report.notes.append
-            )
-        if is_sharded(module):
-            self.report.notes.append("already sharded (by an earlier run, or by `configure_model`): left as it is")
-        elif self._wraps:
-            self._shard_module(module, blocks)
-        else:
-            self._fill_one_device(module)
-
-    def _shard_module(self, module: torch.nn.Module, blocks: Mapping[str, torch.nn.Module]) -> None:
-        check_materializable(module)
-        groups, notes = choose_groups(module, blocks)
-        self._patched += list(groups.values())
-        silence_view_warning()
-        shard_module(
-            module,
-            groups,
-            fsdp_mesh(self.device_mesh),
-            self.root_device,
-            Materializer(self.root_device, self._seed),
-            policy.fsdp_policy(self.precision_plugin),
-            self._reshard_after_forward,
-            self._cpu_offload,
-        )
-        if not self._cpu_offload:
-            module.to(self.root_device)  # what is no parameter, e.g. the states of metrics
-        self.report.sharded = list(groups)
-        self.report.notes += notes
-
-    def _fill_one_device(self, module: torch.nn.Module) -> None:
-        if on_meta(module):
-            check_materializable(module)
-            Materializer(self.root_device, self._seed).fill(module.named_modules())
-        module.to(self.root_device)
-        if policy.computes_in_bf16(self.precision_plugin):
-            self._masters = MasterWeights(module)
+    def _describe(self) -> None:
+        self.report = self._placed.report
+        self.report.mesh, self.report.precision = str(self.mesh_shape), str(self.precision_plugin.precision)
+        if self._masters is not None:
             self.report.precision += f": {len(self._masters)} fp32 masters with bf16 copies"
 
     def _agree_on_seed(self) -> int:
@@ -264,9 +225,9 @@ class FSDPCompileStrategy(ModelParallelStrategy):
 
     def teardown(self) -> None:
         """Give the module back without our forwards and compute copies. A sharded module stays sharded."""
-        for block in self._patched:
+        for block in self._placed.patched:
             block.__dict__.pop("forward", None)
-        self._patched, self._masters = [], None
+        self._placed = Placed()
         super().teardown()
 
     # ---- steps
@@ -279,7 +240,7 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         rng.seed_micro_batch(self._seed, *self._micro_batch, self.distributed_sampler_kwargs["rank"])
         self._in_training_step = True
         if not self.lightning_module.automatic_optimization:
-            self._trainable = {n: p.requires_grad for n, p in self.lightning_module.named_parameters()}
+            self._root.remember()
         try:
             return self._run_step("training_step", *args, **kwargs)
         finally:
@@ -308,6 +269,10 @@ class FSDPCompileStrategy(ModelParallelStrategy):
             stack.enter_context(self._computing())
             return getattr(self.lightning_module, name)(*args, **kwargs)
 
+    @property
+    def _masters(self) -> MasterWeights | None:
+        return self._placed.masters
+
     @contextmanager
     def _computing(self) -> Iterator[None]:
         with self._masters.active() if self._masters is not None else ExitStack():
@@ -315,29 +280,14 @@ class FSDPCompileStrategy(ModelParallelStrategy):
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Backward; under manual optimization it runs inside the step, where FSDP's root has to be told."""
-        if not (self._in_training_step and self._roots()):
+        if not (self._in_training_step and self._root):
             with self._computing():
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
-        for root in self._roots():  # nothing else would reduce the root's own parameters
-            root._get_fsdp_state()._register_pre_backward_hook(closure_loss)
-        with self._toggled_off_kept():
+        self._root.before_backward(closure_loss)
+        with self._root.toggled_off_kept(self.optimizers):
             result = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._unshard_roots()
+        self._root.unshard()
         return result
-
-    @contextmanager
-    def _toggled_off_kept(self) -> Iterator[None]:
-        """Gradients of parameters that `toggle_optimizer` switched off stay as they are.
-
-        It switches the shards; the root, gathered before, computes with parameters that did not hear of it.
-        """
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        kept = {p: p.grad for group in groups for p in group["params"] if not p.requires_grad}
-        for parameter in kept:
-            parameter.grad = None
-        yield
-        for parameter, gradient in kept.items():
-            parameter.grad = gradient
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step; also inside a manual step, hooks and clipping see the parameters that hold the gradients."""
@@ -357,7 +307,7 @@ class FSDPCompileStrategy(ModelParallelStrategy):
             self._masters.invalidate()
         self._reshard()  # a group that a forward without backward left gathered holds old weights
         if self._in_training_step:
-            self._unshard_roots()
+            self._root.unshard()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -376,16 +326,6 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         for group in fsdp_modules(self.model):
             group.set_requires_gradient_sync(enabled, recurse=False)
 
-    def _roots(self) -> list[Any]:
-        return [self.model] if isinstance(self.model, FSDPModule) else []
-
-    def _unshard_roots(self) -> None:
-        for root in self._roots():
-            root.unshard()
-            for name, parameter in root.named_parameters():  # gathered with the flags of a toggled optimizer
-                if not isinstance(parameter, DTensor):
-                    parameter.requires_grad_(self._trainable[name])
-
     def _reshard(self) -> None:
         if self.model is not None:
             reshard(self.model)
@@ -394,13 +334,7 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         """Evaluation without backward leaves the root gathered; free it, or the next step would use it."""
         self._reshard()
 
-    def on_test_end(self) -> None:
-        """See `on_validation_end`."""
-        self._reshard()
-
-    def on_predict_end(self) -> None:
-        """See `on_validation_end`."""
-        self._reshard()
+    on_test_end = on_predict_end = on_validation_end
 
     # ---- checkpoints
 
@@ -412,7 +346,7 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         with self._masters.exposed() if self._masters is not None else ExitStack():
             yield self.model
         if self._in_training_step:
-            self._unshard_roots()
+            self._root.unshard()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights under clean names, as shards (or whole, for 'consolidated'; rank 0 only)."""
@@ -440,14 +374,8 @@ class FSDPCompileStrategy(ModelParallelStrategy):
                 f"storage_options={storage_options!r}: checkpoints are written to a file system without any"
             )
         path = Path(self.broadcast(str(filepath)))
-        checkpoint_state = {**checkpoint_state, RUN_SEED: self._seed}
-        if self._consolidate:
-            optimizers = [state.by_number(s) for s in checkpoint_state.pop("optimizer_states", [])]
-            plain = {**checkpoint_state, **({"optimizer_states": optimizers} if optimizers else {})}
-            checkpoint.everywhere(lambda: checkpoint.write_plain_file(path, plain) if self.is_global_zero else None)
-            return
-        tensors, plain = restore.split(checkpoint_state)
-        checkpoint.save(path, tensors, plain, step=int(checkpoint_state["global_step"]))
+        save = restore.save_file if self._consolidate else restore.save_folder
+        save(path, {**checkpoint_state, RUN_SEED: self._seed})
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Verify a checkpoint, load weights and optimizers in place on any number of ranks, return the rest.
@@ -455,12 +383,11 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         Raises:
             CheckpointError: damaged, incomplete, or of another model; no weight was touched.
         """
-        path = commit.resolve(Path(self.broadcast(str(checkpoint_path))))
+        path = Path(self.broadcast(str(checkpoint_path)))
         weights_only = weights_only if weights_only is not None else getattr(self._launcher, "weights_only", None)
         with self._stored_weights() as module:
-            load = restore.load_folder if path.is_dir() else restore.load_file
             strict = self.lightning_module.strict_loading  # type: ignore[union-attr]
-            rest = load(path, module, self.optimizers, strict, weights_only)
+            rest = restore.load(path, module, self.optimizers, strict, weights_only)
         if self._masters is not None:
             self._masters.invalidate()
         self._seed = int(rest.pop(RUN_SEED, self._seed))

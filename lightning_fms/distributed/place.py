@@ -1,0 +1,130 @@
+"""Put a module on this rank's device(s) in the one order in which the pieces compose; torch only.
+
+    activation checkpointing -> compile each block -> shard each block, then the root -> materialise from meta on the way
+
+On one device nothing is wrapped; bf16 then means `master.MasterWeights`, with the numerics that FSDP2 has on many.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_fms.distributed import activation
+from lightning_fms.distributed.blocks import find_blocks
+from lightning_fms.distributed.compile import compile_blocks
+from lightning_fms.distributed.master import MasterWeights
+from lightning_fms.distributed.materialize import Materializer, check_materializable, on_meta
+from lightning_fms.distributed.mesh import fsdp_mesh
+from lightning_fms.distributed.report import SetupReport
+from lightning_fms.distributed.shard import choose_groups, is_sharded, shard_module, silence_view_warning
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose; see `strategy.FSDPCompileStrategy` for each."""
+
+    blocks: Sequence[str] | None = None
+    compile: bool | str = "auto"
+    compile_strict: bool = False
+    compile_options: Mapping[str, Any] | None = None
+    activation_checkpointing: str = "none"
+    checkpoint_every: int = 2
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        activation.check_mode(self.activation_checkpointing, self.checkpoint_every)
+        if self.compile not in (True, False, "auto"):
+            raise ValueError(f"compile={self.compile!r}: give True, False or 'auto'")
+
+
+@dataclass
+class Placed:
+    """The outcome: a report, the fp32 masters (one device in bf16 only), and whose `forward` was replaced."""
+
+    report: SetupReport = field(default_factory=SetupReport)
+    masters: MasterWeights | None = None
+    patched: list[nn.Module] = field(default_factory=list)
+
+
+def place(
+    module: nn.Module,
+    settings: Settings,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    seed: int,
+    fsdp_policy: MixedPrecisionPolicy,
+    masters: bool,
+) -> Placed:
+    """Recompute, compile and shard a module in place.
+
+    Args:
+        module: the root; a module that is sharded already stays as it is.
+        settings: the user's.
+        mesh: with the dimensions of `mesh.build_mesh`; None for one device, without any wrapping.
+        device: of this rank.
+        seed: of weights that are made from `meta`.
+        fsdp_policy: precision of gathered parameters and reduced gradients.
+        masters: on one device, compute with bf16 copies of fp32 parameters.
+
+    Raises:
+        ValueError: unknown block classes, or `meta` tensors without `reset_parameters`.
+    """
+    blocks = find_blocks(module, settings.blocks)
+    placed = Placed(SetupReport(blocks=list(blocks)), patched=list(blocks.values()))
+    report = placed.report
+    report.recomputed = activation.checkpoint_blocks(
+        blocks, settings.activation_checkpointing, settings.checkpoint_every
+    )
+    if settings.compile is True or (settings.compile == "auto" and device.type == "cuda"):
+        report.compiled = compile_blocks(blocks, settings.compile_options, settings.compile_strict, report.notes.append)
+    if is_sharded(module):
+        report.notes.append("already sharded (by an earlier run, or by `configure_model`): left as it is")
+    elif mesh is not None:
+        _shard(module, blocks, settings, mesh, device, seed, fsdp_policy, placed)
+    else:
+        _fill_one_device(module, device, seed)
+        placed.masters = MasterWeights(module) if masters else None
+    return placed
+
+
+def _shard(
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    settings: Settings,
+    mesh: DeviceMesh,
+    device: torch.device,
+    seed: int,
+    fsdp_policy: MixedPrecisionPolicy,
+    placed: Placed,
+) -> None:
+    check_materializable(module)
+    groups, notes = choose_groups(module, blocks)
+    placed.patched += list(groups.values())
+    silence_view_warning()
+    shard_module(
+        module,
+        groups,
+        fsdp_mesh(mesh),
+        device,
+        Materializer(device, seed),
+        fsdp_policy,
+        settings.reshard_after_forward,
+        settings.cpu_offload,
+    )
+    if not settings.cpu_offload:
+        module.to(device)  # what is no parameter, e.g. the states of metrics
+    placed.report.sharded = list(groups)
+    placed.report.notes += notes
+
+
+def _fill_one_device(module: nn.Module, device: torch.device, seed: int) -> None:
+    if on_meta(module):
+        check_materializable(module)
+        Materializer(device, seed).fill(module.named_modules())
+    module.to(device)
