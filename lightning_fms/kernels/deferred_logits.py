@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_fms.kernels.head_call import Source
 from lightning_fms.kernels.linear_cross_entropy import linear_cross_entropy
-from lightning_fms.kernels.tensor_functions import METADATA, may_write
+from lightning_fms.kernels.tensor_functions import METADATA, may_write, watches_gradient
 
 Replay = Callable[[Tensor], Tensor]
 
@@ -87,21 +87,21 @@ class DeferredLogits(Tensor):
             if root is None or (root._real is None and root._rows() != self._rows()):
                 self._real = self._computed()
             else:
-                with torch.set_grad_enabled(self._source.grad):
+                with self._source.modes(self._detached):
                     self._real = _replayed(root.materialise(), self._replay)
         return self._real
 
     def _computed(self) -> Tensor:
         DeferredLogits.materialisations += 1
         real = self._source.project(self._hidden, self._detached)
-        with torch.set_grad_enabled(self._source.grad and not self._detached):
+        with self._source.modes(self._detached):
             return real.movedim(-1, self._class_dim).to(self.dtype)
 
     def _rows(self) -> int:
         return self._hidden.shape[:-1].numel()
 
     def _is_true(self) -> bool:
-        """Whether the deferred form still says what the logits are (nobody wrote into the real ones)."""
+        """Whether the deferred form still is what the logits are (nobody wrote into the real ones or hooked them)."""
         return not self._source.changed
 
     @classmethod
@@ -118,7 +118,7 @@ class DeferredLogits(Tensor):
             result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if may_write(func, kwargs):
+        if may_write(func, kwargs) or watches_gradient(func):
             tree_map(_give_up, (args, kwargs))
         args, kwargs = tree_map(_to_real, (args, kwargs))
         return func(*args, **kwargs)
@@ -150,7 +150,7 @@ def _make(
         result._root, result._replay, result._real = root, replay, None
         return result
 
-    with torch.set_grad_enabled(source.grad and not detached):
+    with source.modes(detached):
         result = _Project.apply(hidden, source.weight, source.bias, make)
     source.views.add(result)
     return result
@@ -167,7 +167,7 @@ def _to_real(value: Any) -> Any:
 
 
 def _give_up(value: Any) -> Any:
-    """Before a write: fix every view as it is now, and let the real logits be the truth from here on."""
+    """Before a write or a hook: fix every view as it is now, and let the real logits be the truth from here on."""
     if isinstance(value, DeferredLogits) and value._is_true():
         (value if value._root is None else value._root).materialise()
         for view in value._source.views:
@@ -181,11 +181,8 @@ def _give_up(value: Any) -> Any:
 
 def _derived(x: DeferredLogits, hidden: Tensor, class_dim: int, meta: Tensor, step: Replay) -> DeferredLogits:
     root = x if x._root is None else x._root
-    return _make(x._source, hidden, class_dim, meta, root, (*x._replay, step), detached=x._detached)
-
-
-def _same_graph(x: DeferredLogits) -> torch.set_grad_enabled:
-    return torch.set_grad_enabled(x._source.grad)
+    detached = x._detached or not torch.is_grad_enabled()  # a view made under `no_grad` leads no gradient back
+    return _make(x._source, hidden, class_dim, meta, root, (*x._replay, step), detached)
 
 
 def _reshaped(func: Any, x: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +193,7 @@ def _reshaped(func: Any, x: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     rows = x._hidden.shape[:-1].numel()
     if not meta.ndim or meta.shape[-1] != x.shape[-1] or meta.shape[:-1].numel() != rows:
         return NotImplemented
-    with _same_graph(x):
+    with x._source.modes():
         hidden = x._hidden.reshape(*meta.shape[:-1], x._hidden.shape[-1])
     return _derived(x, hidden, meta.ndim - 1, meta, lambda real: func(real, *args, **kwargs))
 
@@ -246,7 +243,7 @@ def _indexed(func: Any, x: DeferredLogits, index: Any) -> Any:
         return NotImplemented
     meta = func(x._meta, index)
     place = places[x._class_dim]
-    with _same_graph(x):
+    with x._source.modes():
         hidden = x._hidden[(*parts[:place], *parts[place + 1 :])]
     class_dim = sum(type(part) is not int for part in parts[:place])
     return _derived(x, hidden, class_dim, meta, lambda real: func(real, index))
@@ -260,7 +257,7 @@ def _permuted(func: Any, x: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
         int(size) - 1 for size in func(torch.empty(tuple(range(1, x.ndim + 1)), device="meta"), *args, **kwargs).shape
     ]
     old_rows = [dim for dim in range(x.ndim) if dim != x._class_dim]
-    with _same_graph(x):
+    with x._source.modes():
         hidden = x._hidden.permute(*(old_rows.index(dim) for dim in order if dim != x._class_dim), x.ndim - 1)
     return _derived(x, hidden, order.index(x._class_dim), meta, lambda real: func(real, *args, **kwargs))
 

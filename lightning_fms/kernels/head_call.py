@@ -9,6 +9,8 @@ Trade-off: a write through `.data` moves no counter and is not seen.
 """
 
 import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ class Source:
         self.grad = torch.is_grad_enabled()
         self.versions = [_version(t) for t in self.inputs]
         self.views: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.changed = False  # written in place, or its memory handed out: only the real logits are true from here on
+        self.changed = False  # written, hooked, or its memory handed out: only the real logits are true from here on
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -53,10 +55,19 @@ class Source:
                     "use the logits inside the step, or switch to real ones: TritonKernels(linear_cross_entropy=False)"
                 )
 
+    @contextmanager
+    def modes(self, detached: bool = False) -> Generator[None, None, None]:
+        """Autograd's modes at the call, whatever they are where the logits are looked at.
+
+        A look inside `torch.inference_mode` must not leave an inference tensor behind for later, differentiable uses.
+        """
+        with torch.inference_mode(self.hidden.is_inference()), torch.set_grad_enabled(self.grad and not detached):
+            yield
+
     def project(self, hidden: Tensor, detached: bool) -> Tensor:
         """Real logits of `hidden`, as the head would have computed them at its call."""
         self.check()
-        with torch.set_grad_enabled(self.grad and not detached), torch.autocast(hidden.device.type, enabled=False):
+        with self.modes(detached), torch.autocast(hidden.device.type, enabled=False):
             w, b = self.weight.to(self.dtype), None if self.bias is None else self.bias.to(self.dtype)
             return F.linear(hidden.to(self.dtype), w, b)
 

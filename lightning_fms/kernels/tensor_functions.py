@@ -1,4 +1,4 @@
-"""Kinds of functions that a tensor subclass sees in `__torch_function__`: those that look, and those that may write."""
+"""Kinds of functions that a tensor subclass sees in `__torch_function__`: those that look, that may write, that watch gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +14,7 @@ _METHODS += ["is_complex", "element_size", "storage_offset", "get_device", "__le
 METADATA = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
 METADATA |= {torch.numel, torch.is_floating_point, torch.is_complex}
 
+_WATCHES_GRADIENT = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook", "backward"}
 _HANDS_OUT_MEMORY = {"data_ptr", "untyped_storage", "storage", "numpy", "__array__", "__dlpack__"}
 
 
@@ -23,7 +24,13 @@ def may_write(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     in_place = name.endswith("_") and not name.endswith("__")
     augmented = name.startswith("__i") and name not in ("__invert__", "__iter__", "__index__", "__int__")
     named = name in ("__setitem__", "__set__") or name in _HANDS_OUT_MEMORY
-    return in_place or augmented or named or "out" in kwargs or func is Tensor.data.__get__  # type: ignore[attr-defined]
+    asked = "out" in kwargs or bool(kwargs.get("inplace"))
+    return in_place or augmented or named or asked or func is Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-__all__ = ["METADATA", "may_write"]
+def watches_gradient(func: Callable[..., Any]) -> bool:
+    """Whether the function's effect depends on gradients that pass through the very tensor it is given."""
+    return getattr(func, "__name__", "") in _WATCHES_GRADIENT
+
+
+__all__ = ["METADATA", "may_write", "watches_gradient"]

@@ -50,7 +50,37 @@ def masked_vocabulary(logits: Tensor) -> Tensor:
 
 def hooked(logits: Tensor) -> Tensor:
     logits.register_hook(lambda grad: 2 * grad)
-    return (logits**2).mean()
+    return flat(logits)
+
+
+def hooked_view(logits: Tensor) -> Tensor:
+    view = logits.view(-1, V)
+    view.register_hook(lambda grad: 2 * grad)
+    return F.cross_entropy(view, Y.view(-1)) + flat(logits)
+
+
+def retained(logits: Tensor) -> Tensor:
+    view = logits.float().view(-1, V)
+    logits.retain_grad()
+    F.cross_entropy(view, Y.view(-1)).backward(retain_graph=True)
+    assert logits.grad is not None
+    return (logits * logits.grad.detach()).sum()
+
+
+def of_view_without_gradient(logits: Tensor) -> Tensor:
+    with torch.no_grad():
+        view = logits.transpose(1, 2)
+    return F.cross_entropy(view, Y) + view.square().mean()
+
+
+def looked_at_in_inference_mode(logits: Tensor) -> Tensor:
+    view = logits[:, 1:]
+    with torch.inference_mode():
+        assert logits.argmax(-1).shape == (B, T)
+        made_inside = logits.transpose(1, 2)
+        made_inside[:, 0].sum()
+    z = logits.logsumexp(-1).square().mean() + view.logsumexp(-1).mean() + made_inside.logsumexp(1).mean()
+    return flat(logits) + z + F.cross_entropy(made_inside, Y)
 
 
 FUSED: dict[str, Loss] = {
@@ -79,6 +109,7 @@ MATERIALISED: dict[str, Loss] = {
     "class weights": lambda x: flat(x, weight=torch.arange(1.0, V + 1)),
     "accuracy": lambda x: flat(x) + 0 * (x.argmax(-1) == Y).float().mean(),
     "accuracy on a view": lambda x: flat(x) + 0 * (x.view(-1, V).detach().argmax(-1) == 1).sum() + x.sum(),
+    "a view made without gradient": lambda x: flat(x) + of_view_without_gradient(x) + 0 * x.mean(),
     "detach": lambda x: flat(x) + x.detach().mean(),
     "autograd function": Square.apply,
     "autograd function on a view": lambda x: Square.apply(x.float().transpose(1, 2)),
@@ -88,6 +119,13 @@ MATERIALISED: dict[str, Loss] = {
     "memory handed out": lambda x: x.sum() + 0 * x.data.sum(),
     "class probabilities": lambda x: F.cross_entropy(x.view(-1, V), torch.ones(B * T, V) / V),
     "hook": hooked,
+    "hook on a view": hooked_view,
+    "retained gradient": retained,
+    "a look in inference mode": looked_at_in_inference_mode,
+    "hardtanh in place": lambda x: F.hardtanh(x, -0.1, 0.1, inplace=True).sum() + flat(x),
+    "ReLU module in place": lambda x: nn.ReLU(True)(x.view(-1, V)).sum() + flat(x),
+    "threshold in place": lambda x: F.threshold(x, 0.2, -1.0, inplace=True).sum() + flat(x),
+    "dropout in place": lambda x: F.dropout(x, 1.0, inplace=True).sum() + flat(x),
     "part of the vocabulary": lambda x: F.cross_entropy(x[..., :5].reshape(-1, 5), Y.reshape(-1).clamp(max=4)),
     "float64": lambda x: F.cross_entropy(x.double().view(-1, V), Y.view(-1)).float(),
 }
