@@ -22,7 +22,7 @@ PER_SOURCE = ("epoch", "position", "tokens", "since", "window")
 FLIGHT = ("flight.source", "flight.epoch", "flight.position", "flight.window", "flight.offset")
 NO_FLIGHT = -1
 
-_FIXED = {"seed": "seed", "num_streams": "num_streams"}
+_FIXED = ("seed", "num_streams")
 
 
 class Columns:
@@ -119,11 +119,11 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
         version = saved.get("version") if isinstance(saved, dict) else None
         raise ValueError(f"data state has version {version!r}; this release reads version {VERSION}")
-    for key, what in _FIXED.items():
+    for key in _FIXED:
         if saved[key] != current[key]:
             raise ValueError(
                 f"the data state is of another run: {key} was {saved[key]} and is {current[key]}; "
-                f"set {what}={saved[key]} to go on with it, or start anew without the state"
+                f"set {key}={saved[key]} to go on with it, or start anew without the state"
             )
     shared = set(saved["listings"]) & set(current["listings"])
     if not shared:

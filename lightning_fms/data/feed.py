@@ -20,7 +20,8 @@ class Feed:
     Args:
         loader: The rank's loader.
         length: Micro-batches an epoch.
-        rewind: Whether every iteration starts at the loader's position (validation) or goes on (training).
+        rewind: Whether every iteration starts at the loader's position and ends after `length` (validation), or goes on
+            where the last one was (training, where Lightning ends the epoch).
     """
 
     def __init__(self, loader: StreamLoader, length: int, rewind: bool = False) -> None:
@@ -34,7 +35,9 @@ class Feed:
     def __iter__(self) -> Iterator[Batch]:
         if self.rewind:
             self.close()
-        while True:
+        left = self.length if self.rewind else -1
+        while left:
+            left -= 1
             if self._micro_batches is None:
                 self._micro_batches = self.loader.micro_batches()
             micro = next(self._micro_batches)

@@ -76,12 +76,11 @@ class LoaderLink(Callback):
         """Scale the gradient of the micro-batch, and add its part to the logged loss."""
         assert self._micro is not None
         accumulate = self.loader.slots.accumulate if pl_module.automatic_optimization else 1
-        share: float | Tensor = self._counted(self._micro) / self._total if self.loss_weight != "none" else (
-            1 / (self.replicas * self.loader.slots.accumulate)
-        )  # fmt: skip
-        part = loss.detach() * accumulate * share  # Lightning has divided the loss by the accumulation
+        share = self._share(self._micro)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)  # fp16: the loss arrives multiplied
+        part = loss.detach() * (accumulate / (scaler.get_scale() if scaler is not None else 1.0)) * share
         self._loss = part if self._loss is None else self._loss + part
-        if self.loss_weight != "none" and loss.requires_grad:
+        if loss.requires_grad:
             scale = self.replicas * accumulate * share
             loss.register_hook(lambda gradient: gradient * scale)
 
@@ -119,11 +118,14 @@ class LoaderLink(Callback):
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
-    def _counted(self, micro: MicroBatch) -> int:
-        return micro.rows if self.loss_weight == "rows" else micro.targets
+    def _share(self, micro: MicroBatch) -> float | Tensor:
+        """Return n / N, the part of the step's loss that a micro-batch makes."""
+        if self.loss_weight == "none":  # a mean of means; but a row that is only shown, and comes again, counts nothing
+            return 1 / (self.replicas * self.loader.slots.accumulate) if micro.rows else 0.0
+        return (micro.rows if self.loss_weight == "rows" else micro.targets) / self._total
 
     def _count_step(self, trainer: "pl.Trainer", micro: MicroBatch) -> int | Tensor:
-        """Return N: known from row counts where every row is full, otherwise summed over the ranks."""
+        """Return N: known from row counts where every row is full, otherwise summed over the ranks, once a step."""
         if self.loss_weight == "rows":
             return self.loader.slots.batch
         if not self.loader.mask_first:

@@ -98,6 +98,8 @@ class StreamLoader:
         self.tokenizer = open_tokenizer(tokenizer)
         if bos and self.tokenizer.bos_id is None:
             raise ValueError("bos=true needs a tokenizer with a BOS token, and this one has none; set bos=false")
+        if eos and self.tokenizer.eos_id is None:
+            raise ValueError("eos=true needs a tokenizer with an EOS token, and this one has none; set eos=false")
         self._sources, weights = open_sources(sources)
         if weights and mixture is not None:
             raise ValueError("weights are given both in sources and in mixture; give them in one place")
@@ -147,6 +149,7 @@ class StreamLoader:
                 self.skipped_documents = skip_flight(rows, self._columns)
             if saved["max_epochs"] != self._max_epochs:
                 rows[:, self._columns.since] = 0  # a source that comes back does not catch up
+        _check_supply(history, self._max_epochs)
         self._recipe = Recipe(
             self._sources, self._columns, self.tokenizer, history, self.seq_len, self.seed, streams,
             max_epochs=self._max_epochs, **self._documents,
@@ -191,7 +194,7 @@ class StreamLoader:
         """
         if self._running is not None:
             raise RuntimeError(
-                "load_state_dict on a loader that is being iterated; load the state first, or make a new loader"
+                "load_state_dict on a loader that is being iterated; load the state first, or call close()"
             )
         self._begin(state)
 
@@ -200,9 +203,10 @@ class StreamLoader:
         self._first_row = step.first_row + self.slots.batch
         self._rows[(step.streams - self.slots.rank) // self.slots.world] = step.states
 
-    def listing(self, name: str) -> Listing:
-        """Return the files of a source."""
-        return self._sources[name].listing
+    @property
+    def listings(self) -> dict[str, Listing]:
+        """Files of each source, by name."""
+        return {name: source.listing for name, source in self._sources.items()}
 
     def mix_report(self) -> dict[str, dict[str, float]]:
         """Return, by source, this rank's `share` of tokens so far, its `target` share, mean `epoch`, and `tokens`."""
@@ -287,8 +291,15 @@ def _checked_caps(caps: dict[str, int], sources: list[str]) -> dict[str, int]:
         if name not in sources:
             raise ValueError(f"max_epochs names unknown source {name!r}; the sources are {sorted(sources)}")
         _check_positive(**{f"max_epochs[{name!r}]": epochs})
-    if caps and set(caps) == set(sources):
-        raise ValueError(
-            f"max_epochs={caps} limits every source, so the data would end; leave one source without a limit"
-        )
     return caps
+
+
+def _check_supply(history: History, caps: dict[str, int]) -> None:
+    """Refuse weights under which the data could end."""
+    for row, weights in history:
+        drawn = {name for name, weight in weights.items() if weight > 0}
+        if drawn <= set(caps):
+            raise ValueError(
+                f"max_epochs={caps} limits every source with a weight from row {row} on, so the data would end; leave one "
+                "source without a limit"
+            )

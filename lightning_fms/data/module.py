@@ -32,7 +32,8 @@ class RescalableDataModule(pl.LightningDataModule):
             `accumulate_grad_batches` follows from it.
         tokenizer: `"bytes"`, a path, or a `Tokenizer`.
         val_sources: Validation sources, in the form of `sources`; `None` does not validate.
-        val_steps: Global batches of a validation, the same rows every time.
+        val_steps: Global batches of a validation: the same rows every time, at one `global_batch_size` and `num_streams`.
+            They are produced in this process, without workers.
         val_every_n_steps: Optimizer steps between validations; `None` leaves the trainer's setting.
         steps_per_epoch: Optimizer steps of what Lightning calls an epoch; `None` is the trainer's `max_steps`.
         loss_weight: `"tokens"`: a micro-batch's gradient counts by its labels that are not -100, so that a step equals that
@@ -99,6 +100,7 @@ class RescalableDataModule(pl.LightningDataModule):
         self._val_feed: Feed | None = None
         self._link: LoaderLink | None = None
         self._served: pl.Trainer | None = None
+        self._fitting = False
 
     # -- Lightning's hooks ---------------------------------------------------------------------------------------------
 
@@ -108,21 +110,31 @@ class RescalableDataModule(pl.LightningDataModule):
         if trainer is not None:
             kwargs = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
             self._data_rank = {"rank": kwargs["rank"], "world_size": kwargs["num_replicas"]}
-        if self._val_sources is None:
-            if trainer is not None and stage == "fit":
-                trainer.limit_val_batches = 0
-        else:
-            val = StreamLoader(sources=self._val_sources, **self._data_rank, **self._everywhere)
-            self._val_feed = Feed(val, self.val_steps * val.slots.accumulate, rewind=True)
+        if self._val_sources is not None:
+            self._val_feed = self._make_val_feed(self._val_sources)
+        elif trainer is not None and stage == "fit":
+            trainer.limit_val_batches = 0
         goes_on = self._served is trainer and trainer is not None and trainer.global_step > 0
         if stage == "fit" and not (goes_on and self.loader is not None):
             self.loader = StreamLoader(**self._training, **self._data_rank, **self._everywhere)
-        self._served = trainer
+        self._served, self._fitting = trainer, stage == "fit"
         if trainer is not None:
             self._join(trainer, stage)
 
-    def train_dataloader(self) -> Feed:
-        """Return the micro-batches of this rank."""
+    def _make_val_feed(self, sources: Mapping[str, Any]) -> Feed:
+        try:
+            loader = StreamLoader(sources=sources, **self._data_rank, **self._everywhere)
+        except ValueError as error:
+            raise ValueError(f"val_sources: {error}") from None
+        return Feed(loader, self.val_steps * loader.slots.accumulate, rewind=True)
+
+    def train_dataloader(self) -> Feed | StreamLoader:
+        """Return the micro-batches of this rank.
+
+        Without a trainer this is the loader itself, whose state counts a step as soon as its last micro-batch is taken.
+        """
+        if self.trainer is None and self.loader is not None:
+            return self.loader
         assert self._feed is not None, "Lightning calls setup first"
         return self._feed
 
@@ -155,15 +167,19 @@ class RescalableDataModule(pl.LightningDataModule):
         Raises:
             ValueError: If the state is of another run, or was saved after an exception on one of several ranks.
         """
-        assert self.loader is not None, "Lightning calls setup first"
-        assert self._link is not None, "Lightning calls setup first"
+        if self.loader is None or not self._fitting:
+            return  # evaluation has no position in the training data
         if state_dict.get("broken") and len(state_dict["streams"]) < state_dict["header"]["num_streams"]:
             raise ValueError(
                 "the checkpoint was written after an exception, when the ranks no longer agreed on a step, so its data "
                 "position holds one rank only; resume from an earlier checkpoint"
             )
         self.loader.load_state_dict(state_dict)
-        self._link.resumed_accumulate = state_dict["header"]["accumulate"]
+        if self._link is not None and self.trainer is not None:
+            self._link.resumed_accumulate = state_dict["header"]["accumulate"]
+            self._tell(self.trainer)  # the run's number of streams may make another number of micro-batches a step
+            # `configure_optimizers` may have made Lightning ask for the loader, and its length, before the state was here.
+            self.trainer.fit_loop._combined_loader = None
 
     # -- what others may ask -------------------------------------------------------------------------------------------
 
@@ -177,17 +193,28 @@ class RescalableDataModule(pl.LightningDataModule):
             f"data: {slots.batch} rows of {self.loader.seq_len:,} tokens a step, {slots.streams} streams, "
             f"{slots.world} data rank(s) x {slots.accumulate} micro-batch(es) of {slots.micro_rows} row(s)"
         ]
-        for name, entry in self.mix_report().items():
-            listing = self.loader.listing(name)
-            lines.append(
-                f"  source {name}: {len(listing.names):,} files, {listing.total_bytes / 1e6:,.1f} MB, "
-                f"{entry['target']:.1%} of the tokens, epoch {entry['epoch']:.2f}"
+        for name, entry in self.loader.mix_report().items():
+            listing = self.loader.listings.get(name)
+            files = (
+                f"{len(listing.names):,} files, {listing.total_bytes / 1e6:,.1f} MB" if listing else "no longer there"
             )
+            lines.append(f"  source {name}: {files}, {entry['target']:.1%} of the tokens, epoch {entry['epoch']:.2f}")
         return lines
 
     def mix_report(self) -> dict[str, dict[str, float]]:
-        """Return, by source, this rank's `share` of tokens so far, its `target` share, mean `epoch`, and `tokens`."""
-        return self.loader.mix_report() if self.loader is not None else {}
+        """Return, by source, its `share` of all tokens so far, its `target` share, mean `epoch` of the streams, and `tokens`.
+
+        Collective where there are several ranks: call it on all of them, and not at every step.
+        """
+        if self.loader is None:
+            return {}
+        mine = self.loader.mix_report()
+        if self.loader.slots.world == 1 or not dist.is_initialized():
+            return mine
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (self.loader.slots.rank, len(self.loader.slots.owned()), mine))
+        by_rank = {rank: (streams, report) for rank, streams, report in everyone}  # ranks of one data rank count once
+        return _merged_mix(list(by_rank.values()))
 
     # -- joining the trainer -------------------------------------------------------------------------------------------
 
@@ -198,18 +225,42 @@ class RescalableDataModule(pl.LightningDataModule):
         loader = self.loader if stage == "fit" else (self._val_feed.loader if self._val_feed else None)
         if loader is None:
             return
-        self._feed = (
-            Feed(loader, self._epoch_steps(trainer) * loader.slots.accumulate) if stage == "fit" else Feed(loader, 0)
-        )
+        self._feed = Feed(loader, 0)
         self._link = LoaderLink(loader, self._feed, loader.slots.world, self.loss_weight)
         self._link.val_feed = self._val_feed
         callbacks.insert(0, self._link)
-        if stage != "fit":
-            return
-        self._set_accumulation(trainer, loader.slots.accumulate, previous)
+        if stage == "fit":
+            self._check_accumulation(trainer, loader.slots.accumulate, previous)
+            self._tell(trainer)
+
+    def _tell(self, trainer: pl.Trainer) -> None:
+        """Express in micro-batches what the trainer counts in them."""
+        assert self.loader is not None
+        assert self._feed is not None
+        accumulate = self.loader.slots.accumulate
+        if accumulate > 1 and not trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                f"manual optimization gets a whole step at once, but a global batch makes {accumulate} micro-batches here; set "
+                "micro_batch_size=None, or a smaller global_batch_size"
+            )
+        self._feed.length = self._epoch_steps(trainer) * accumulate
+        trainer.accumulate_grad_batches = accumulate
         if self.val_every_n_steps is not None:
-            trainer.val_check_interval = self.val_every_n_steps * loader.slots.accumulate
+            trainer.val_check_interval = self.val_every_n_steps * accumulate
             trainer.check_val_every_n_epoch = None
+        self._check_limits(trainer, accumulate)
+
+    def _check_limits(self, trainer: Any, accumulate: int) -> None:
+        """Refuse limits that would end an epoch inside a step."""
+        if trainer.fast_dev_run:
+            trainer.limit_train_batches = int(trainer.fast_dev_run) * accumulate
+        limit = trainer.limit_train_batches
+        whole = limit == 1.0 if isinstance(limit, float) else limit % accumulate == 0
+        if trainer.overfit_batches or not whole:
+            raise ValueError(
+                f"Trainer(limit_train_batches={limit}, overfit_batches={trainer.overfit_batches}) would end an epoch inside a "
+                f"step of {accumulate} micro-batch(es); limit the run by max_steps or steps_per_epoch"
+            )
 
     def _epoch_steps(self, trainer: pl.Trainer) -> int:
         if self.steps_per_epoch is not None:
@@ -221,7 +272,7 @@ class RescalableDataModule(pl.LightningDataModule):
             )
         return trainer.max_steps
 
-    def _set_accumulation(self, trainer: pl.Trainer, accumulate: int, previous: LoaderLink | None) -> None:
+    def _check_accumulation(self, trainer: pl.Trainer, accumulate: int, previous: LoaderLink | None) -> None:
         ours = previous.loader.slots.accumulate if previous is not None else 1
         if trainer.accumulate_grad_batches not in (1, accumulate, ours):
             raise ValueError(
@@ -233,12 +284,18 @@ class RescalableDataModule(pl.LightningDataModule):
                 "GradientAccumulationScheduler changes what a step is, and the data module decides that; remove the callback "
                 "and set global_batch_size and micro_batch_size"
             )
-        if accumulate > 1 and not trainer.lightning_module.automatic_optimization:
-            raise ValueError(
-                f"manual optimization gets a whole step at once, but a global batch makes {accumulate} micro-batches here; set "
-                "micro_batch_size=None, or a smaller global_batch_size"
-            )
-        trainer.accumulate_grad_batches = accumulate
+
+
+def _merged_mix(parts: list[tuple[int, dict[str, dict[str, float]]]]) -> dict[str, dict[str, float]]:
+    """Return the mix of all data ranks from each one's number of streams and mix."""
+    streams = sum(count for count, _ in parts)
+    everything = sum(entry["tokens"] for _, report in parts for entry in report.values())
+    merged = {}
+    for name, entry in parts[0][1].items():
+        tokens = sum(report[name]["tokens"] for _, report in parts)
+        epoch = sum(count * report[name]["epoch"] for count, report in parts) / streams
+        merged[name] = {**entry, "share": tokens / max(1.0, everything), "epoch": epoch, "tokens": tokens}
+    return merged
 
 
 def _callbacks(trainer: pl.Trainer) -> list[Callback]:

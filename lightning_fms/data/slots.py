@@ -70,10 +70,14 @@ class Slots:
             ("global_batch_size", self.batch),
             ("world_size", self.world),
         ):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        if self.micro is not None and self.micro < 1:
-            raise ValueError(f"micro_batch_size={self.micro} must be at least 1, or None for all rows of a rank")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.micro is not None and (
+            isinstance(self.micro, bool) or not isinstance(self.micro, int) or self.micro < 1
+        ):
+            raise ValueError(
+                f"micro_batch_size={self.micro} must be a whole number of at least 1, or None for all rows of a rank"
+            )
         if not 0 <= self.rank < self.world:
             raise ValueError(f"rank={self.rank} must be in [0, world_size={self.world})")
         if self.world > self.batch:

@@ -74,6 +74,11 @@ class Recipe:
         tokens = self.tokenizer.encode(document) if isinstance(document, str) else document
         if len(tokens) == 0:
             return np.empty(0, dtype=np.int32)
+        if not isinstance(document, str) and not 0 <= tokens.min() <= tokens.max() < self.tokenizer.vocab_size:
+            raise DocumentError(
+                f"token ids from {tokens.min()} to {tokens.max()} are not all in [0, {self.tokenizer.vocab_size}), the "
+                "vocabulary of the tokenizer; name the tokenizer that wrote them"
+            )
         tokens = np.asarray(tokens)[: self.max_document_tokens]
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
         head = [bos] if self.bos and bos is not None and tokens[0] != bos else []

@@ -102,9 +102,12 @@ class JsonTokenizer:
     def _tokenizer(self) -> HfTokenizer:
         if self._built is None:
             try:
-                self._built = HfTokenizer.from_file(str(self.path))
+                built = HfTokenizer.from_file(str(self.path))
             except Exception as error:  # the library raises bare Exception
                 raise ValueError(f"tokenizer={str(self.path)!r}: not a tokenizers JSON file ({error})") from None
+            built.no_truncation()  # many files cut at the length of the model they were made for
+            built.no_padding()
+            self._built = built
         return self._built
 
     def _special(self, role: str, names: dict[str, str], usual: tuple[str, ...]) -> int | None:

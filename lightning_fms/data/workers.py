@@ -60,7 +60,11 @@ class RankRows(IterableDataset):
     def chunks(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Yield, without end, the rows of one worker's streams."""
         mine = range(worker, len(self._owned), workers)
-        streams = [Stream(int(self._owned[j]), self._recipe, self._states[j]) for j in mine]
+        try:
+            streams = [Stream(int(self._owned[j]), self._recipe, self._states[j]) for j in mine]
+        except ValueError as error:
+            yield {"error": str(error)}
+            return
         place = {stream.index: i for i, stream in enumerate(streams)}
         first_row, chunk = self._first_row, 0
         while True:
@@ -81,7 +85,7 @@ class RankRows(IterableDataset):
             return {}
         try:
             rows, states = produce(streams, numbers, which)
-        except DocumentError as error:
+        except ValueError as error:  # its message is for the user; a traceback through a worker would bury it
             return {"error": str(error)}
         arrays = {"tokens": rows.tokens, "starts": rows.starts, "counts": rows.counts, "states": states}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -3,6 +3,7 @@
 Legend: W data ranks, B rows a step, S streams, g row number, T seq_len.
 """
 
+import litdata
 import numpy as np
 import pytest
 import torch
@@ -259,3 +260,45 @@ def test_a_source_whose_max_epochs_are_raised_at_resume_does_not_catch_up(corpor
         pass
     share = (loader.mix_report()["c"]["tokens"] - before) / (40 * STREAMS * SEQ_LEN)
     assert share == pytest.approx(1 / 6, abs=0.05)
+
+
+def test_tokens_of_another_vocabulary_are_refused_not_trained(tmp_path):
+    chunks = tmp_path / "chunks"
+    litdata.optimize(
+        fn=_large_ids, inputs=[0], output_dir=str(chunks), chunk_bytes=2000, num_workers=1, start_method="fork",
+        item_loader=litdata.TokensLoader(block_size=16), verbose=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"token ids from 31999 to 31999 are not all in \[0, 257\)"):
+        next(iter(StreamLoader({"l": chunks}, seq_len=8, global_batch_size=1)))
+
+
+def _large_ids(_):
+    yield torch.full((30,), 31999, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_document_is_one_message_also_from_a_worker_and_at_resume(tmp_path, workers):
+    folder = write_jsonl(tmp_path / "p", "p", 20, files=1)
+    options = {"sources": {"p": folder}, "seq_len": 16, "global_batch_size": 2}
+    _, state = run_phase({k: v for k, v in options.items() if k != "global_batch_size"}, Phase(1, 2, None, 3), None, 0)
+    file = next(folder.iterdir())
+    file.write_text(file.read_text().replace('"text"', '"txet"'))
+    loader = StreamLoader(**options, num_workers=workers, state=state)
+    with pytest.raises(ValueError, match=r"^source 'p': .* has no key 'text'") as caught:
+        for _ in zip(range(50), loader, strict=False):
+            pass
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_tokenizer_without_eos_is_refused_where_documents_should_end_with_it(corpora):
+    class NoEos(ByteTokenizer):
+        eos_id = None
+
+    with pytest.raises(ValueError, match="set eos=false"):
+        StreamLoader(**{**corpora["jsonl"], "tokenizer": NoEos()}, global_batch_size=4)
+    StreamLoader(**{**corpora["jsonl"], "tokenizer": NoEos()}, eos=False, global_batch_size=4)
+
+
+def test_caps_that_would_end_the_data_are_refused_at_the_start(corpora):
+    with pytest.raises(ValueError, match="limits every source with a weight from row 0 on"):
+        StreamLoader(**{**corpora["mixed"], "mixture": {"p": 1}}, max_epochs={"p": 1}, global_batch_size=4)

@@ -201,3 +201,14 @@ def test_forked_workers_tokenize_without_a_word(saved: Path, tmp_path: Path) -> 
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+def test_truncation_and_padding_of_the_file_do_not_cut_or_fill_documents(tmp_path: Path) -> None:
+    tokenizer = train(tmp_path / "tokenizer.json", ["<|endoftext|>"])
+    whole = tokenizer.encode(TEXT).ids
+    tokenizer.enable_truncation(max_length=4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = open_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert ours.encode(TEXT).tolist() == whole
+    assert len(ours.encode("the")) < 8

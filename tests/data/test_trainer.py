@@ -5,6 +5,7 @@ Legend: W data ranks, A micro-batches a step.
 
 import os
 import signal
+from functools import partial
 
 import lightning.pytorch as pl
 import numpy as np
@@ -87,6 +88,17 @@ def test_d4_rescaled_runs_go_on_with_the_same_batches(data, reference, strategy,
             run_world(fit, world, {**data, "micro_batch_size": micro}, name, last, path, save), reference, first, last
         )
         first, path = last, save
+
+
+@pytest.mark.parametrize("ask", [False, True])
+def test_d4_another_batch_size_makes_the_steps_of_the_run_not_of_a_new_one(data, ask, tmp_path):
+    """Started with 5 streams, a batch of 4 rows makes 2 micro-batches of 2 on 2 ranks, where a new run would make 1."""
+    save = tmp_path / "five.ckpt"
+    fit({**data, "global_batch_size": 5}, "one device", 3, save=save)
+    changed = {**data, "global_batch_size": 4, "micro_batch_size": 2}
+    alone = fit(changed, "one device", STEPS, save)
+    together = run_world(partial(fit, ask_for_steps=ask), 2, changed, "ddp", STEPS, save)
+    check(together, alone, 3)
 
 
 @pytest.mark.parametrize("steps_per_epoch", [None, 3])
@@ -197,6 +209,10 @@ def test_second_fit_of_the_same_trainer_goes_on(data, reference):
         ({"global_batch_size": 6, "micro_batch_size": 2}, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
         ({}, {"callbacks": [GradientAccumulationScheduler({0: 1})]}, "GradientAccumulationScheduler"),
         ({}, {"max_steps": -1, "max_epochs": 1}, "steps_per_epoch"),
+        ({"micro_batch_size": 2}, {"limit_train_batches": 4}, "limit_train_batches=4"),
+        ({"micro_batch_size": 2}, {"limit_train_batches": 0.5}, "limit_train_batches=0.5"),
+        ({}, {"overfit_batches": 1}, "overfit_batches=1"),
+        ({"val_sources": {"c": "/no/such/folder"}}, {}, "val_sources: source 'c'"),
         ({"num_streams": 0}, {}, "num_streams"),
         ({"loss_weight": "words"}, {}, "loss_weight"),
         ({"val_steps": 0}, {}, "val_steps=0"),
@@ -226,3 +242,50 @@ def test_state_of_another_run_is_refused_with_the_difference(data, tmp_path):
         with pytest.raises(ValueError, match=message):
             fit({**data, **change}, "one device", 4, save)
     assert torch.load(save, weights_only=True)["RescalableDataModule"]["header"]["row"] == 2 * BATCH
+
+
+def test_fast_dev_run_is_one_whole_step(data):
+    ledger = Ledger()
+    trainer = pl.Trainer(fast_dev_run=True, accelerator="cpu", callbacks=[ledger], enable_progress_bar=False)
+    trainer.fit(Bigram(), RescalableDataModule(**{**data, "micro_batch_size": 2}))
+    assert {step: len(rows) for step, rows in ledger.record.rows.items()} == {0: BATCH}
+
+
+def test_validation_of_a_checkpoint_leaves_the_training_position_alone(data, tmp_path):
+    save = tmp_path / "a.ckpt"
+    fit(data, "one device", 2, save=save)
+    module = RescalableDataModule(**data)
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    (result,) = trainer.validate(Bigram(), module, ckpt_path=save, verbose=False)
+    assert 0 < result["val_loss"] < 6
+    assert module.loader is None
+
+
+def test_without_a_trainer_the_data_module_serves_the_rank_it_is_given(data):
+    modules = [RescalableDataModule(**data, rank=rank, world_size=2) for rank in range(2)]
+    counts = []
+    for module in modules:
+        module.setup("fit")
+        for _ in zip(range(2), module.train_dataloader(), strict=False):
+            pass
+        counts.append((module.state_dict()["header"]["row"], sum(1 for _ in module.val_dataloader())))
+    assert counts == [(2 * BATCH, data["val_steps"])] * 2
+
+
+def _mixes(data):
+    from_all = []
+
+    class Ask(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            from_all.append((trainer.datamodule.mix_report(), trainer.datamodule.report))
+
+    fit(data, "ddp", 3, callbacks=(Ask(),))
+    return from_all[-1]
+
+
+def test_the_mix_is_that_of_all_ranks(data):
+    (first, report), (second, _) = run_world(_mixes, 2, data)
+    assert first == second
+    assert sum(entry["tokens"] for entry in first.values()) == 3 * BATCH * data["seq_len"]
+    assert sum(entry["share"] for entry in first.values()) == pytest.approx(1)
+    assert any("source p: 3 files" in line for line in report)

@@ -69,11 +69,12 @@ def open_source(path: Any, text_key: str | None = None, split: str | None = None
         return _without(given, path, "a Source object")
     if isinstance(path, (str, Path)) and (Path(path).expanduser() / "index.json").is_file():
         return _without(given, LitdataTokens(path), "a litdata folder")
-    suffixes = {Path(name).suffix.lower() for name in list_files(path).names}
+    listing = list_files(path)
+    suffixes = {Path(name).suffix.lower() for name in listing.names}
     if suffixes <= set(_JSONL):
-        return JsonLines(path, **_only(given, "text_key", "JSON lines"))
+        return JsonLines(listing, **_only(given, "text_key", "JSON lines"))
     if suffixes <= set(_TEXT):
-        return Text(path, **_only(given, "split", "plain text"))
+        return Text(listing, **_only(given, "split", "plain text"))
     known = suffixes & {*_JSONL, *_TEXT}
     if known:
         raise ValueError(f"{path}: mixes formats {sorted(suffixes)}; a source has one, so name the files by a glob")

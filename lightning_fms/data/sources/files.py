@@ -1,8 +1,8 @@
 """Reading parts of files that belong to somebody else.
 
 Files are read with `pread` and every length is checked: a file that was cut after the listing gives an error that names
-it, where a memory map would end the process with a bus error. Descriptors are kept open, a bounded number of them, and
-shared freely between threads and forked processes because `pread` has no position.
+it, where a memory map would end the process with a bus error. Descriptors are kept open, a bounded number of them;
+forked processes may share them, because `pread` has no position.
 """
 
 import os

@@ -26,8 +26,8 @@ class _Lines:
 
     listing: Listing
 
-    def __init__(self, paths: Paths) -> None:
-        self.listing = list_files(paths)
+    def __init__(self, paths: Paths | Listing) -> None:
+        self.listing = paths if isinstance(paths, Listing) else list_files(paths)
         self._files = FileReader(self.listing)
 
     def window(self, file: int, start: int, stop: int) -> Window:
@@ -44,6 +44,9 @@ class _Lines:
         else:
             last = self._files.find_newline(file, stop, int(self.listing.sizes[file])) - start
         lengths = np.append(starts[1:] - 1, last) - starts
+        if lengths.max() >= 1 << 32:
+            at = start + int(starts[lengths.argmax()])
+            raise DocumentError(f"{self.listing.path(file)}: the line at byte {at} is longer than 4 GiB; split it")
         filled = (lengths > 1) | ((lengths == 1) & (data[starts + before] != _RETURN))
         return Window(starts[filled].astype(np.uint32), lengths[filled].astype(np.uint32))
 
@@ -64,11 +67,11 @@ class JsonLines(_Lines):
     """JSON lines: one object a line, its text under one key.
 
     Args:
-        paths: File, folder, glob or list of them.
+        paths: File, folder, glob or list of them, or their listing.
         text_key: Key of the text.
     """
 
-    def __init__(self, paths: Paths, text_key: str = "text") -> None:
+    def __init__(self, paths: Paths | Listing, text_key: str = "text") -> None:
         super().__init__(paths)
         self.text_key = text_key
 
@@ -101,7 +104,7 @@ class Text(_Lines):
     """Plain text.
 
     Args:
-        paths: File, folder, glob or list of them.
+        paths: File, folder, glob or list of them, or their listing.
         split: `"block"`: pieces of about 64 KiB that end at a newline; nothing is lost between them, and a smaller file is one
             document. `"line"`: every line is a document.
 
@@ -109,7 +112,7 @@ class Text(_Lines):
         ValueError: For another `split`.
     """
 
-    def __init__(self, paths: Paths, split: Literal["block", "line"] = "block") -> None:
+    def __init__(self, paths: Paths | Listing, split: Literal["block", "line"] = "block") -> None:
         if split not in ("block", "line"):
             raise ValueError(f"split={split!r} must be 'block' or 'line'")
         super().__init__(paths)
