@@ -68,6 +68,27 @@ class Sharded(Lit):
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
+class ShardedWhole(Lit):
+    """Is one FSDP2 group, and looks at each step's logits again in the next step."""
+
+    kept: Tensor | None = None
+
+    def configure_model(self) -> None:
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+    def forward(self, batch: Tensor) -> Tensor:
+        if self.kept is not None:
+            self.kept.softmax(-1)
+        self.kept = self.net(batch).detach()
+        return self.loss_of(self.net, batch)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self(batch), sync_dist=True)
+
+
 class Swapped(pl.Callback):
     """What was swapped while training."""
 
@@ -191,6 +212,18 @@ def test_a_head_whose_group_is_resharded_before_the_loss_gives_real_logits() -> 
     runs = run_world(fit, 2, strategy, "own", 2, True, Sharded)
     torch.testing.assert_close(mean_loss(runs), plain("own")["loss"], rtol=1e-5, atol=1e-5)
     assert all(run["materialised"] == 0 for run in runs)  # no deferred object was made in the first place
+
+
+def stale_logits(world: int) -> str:
+    strategy = partial(ModelParallelStrategy, data_parallel_size=world, tensor_parallel_size=1)
+    with pytest.raises(RuntimeError) as error:
+        fit(strategy, "own", world, True, ShardedWhole)
+    return str(error.value)
+
+
+def test_logits_from_before_a_step_are_an_error_under_stock_fsdp2() -> None:
+    for message in run_world(stale_logits, 2, 2):
+        assert "weight changed after these logits were made" in message
 
 
 def test_after_an_error_the_module_is_its_own_again() -> None:
