@@ -78,6 +78,10 @@ class _Head:
     loss_options: dict[str, Any]
 
 
+def _is_swapped_head(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get(_STATE), _Head)
+
+
 def find_head(module: nn.Module, name: str | None = None) -> tuple[str | None, str]:
     """(name of the output head or None, the reason).
 
@@ -126,13 +130,13 @@ def _inside(name: str, containers: list[str]) -> bool:
 
 def swap_head(module: nn.Module, swaps: Swaps, name: str | None = None, **loss_options: Any) -> None:
     """Let the output head return `DeferredLogits`; `loss_options` go to `linear_cross_entropy`."""
+    if any(_is_swapped_head(m) for m in module.modules()):
+        return  # whatever became of the swapped head since: it may compute in FP8, and be no plain Linear any more
     found, reason = find_head(module, name)
     if found is None:
         swaps.skipped.append(f"output head: {reason}")
         return
     head = module.get_submodule(found)
-    if is_swapped(head):
-        return
     if "forward" in head.__dict__:
         swaps.skipped.append(f"output head {found}: its forward was already replaced by something else")
         return

@@ -31,15 +31,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchao.float8 import (
+
+from lightning_fms.precision._torchao import (
+    Float8Linear,
     Float8LinearConfig,
+    ScalingType,
+    WeightWithDynamicFloat8CastTensor,
     convert_to_float8_training,
     precompute_float8_dynamic_scale_for_fsdp,
 )
-from torchao.float8.config import ScalingType
-from torchao.float8.float8_linear import Float8Linear
-from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
-
 from lightning_fms.precision.selection import GRANULE, Decision
 
 RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_with_gw_hp"}

@@ -75,17 +75,24 @@ class FP8Precision(Precision):
         strategy = _strategy_of(module)
         self._device = strategy.root_device if strategy is not None else next(module.parameters()).device
         self._check_machine()
-        mesh = getattr(strategy, "mesh_shape", None)  # a strategy that shards after this call
-        shards = 1 if mesh is None else mesh.shard
+        mesh = getattr(strategy, "mesh_shape", None)  # of a strategy that shards after this call, as only ours does
+        shards = None if mesh is None else mesh.shard
         config = self.config
-        if self.all_gather and shards == 1:
+        if self.all_gather and shards in (None, 1):
             config = float8_config(self.recipe, emulate=self.emulate)
         decisions = decide(module, self.recipe, head=self.head, keep_small=self.keep_small, skip=self.skip)
-        self.decisions = convert(module, decisions, config, shards)
+        self.decisions = convert(module, decisions, config, shards or 1)
         drop_scales(module)
         self._converted = module
         self._describe(shards)
         return module
+
+    def on_weights_loaded(self, module: nn.Module) -> None:
+        """Forget scales of the weights before: a strategy calls it when it has copied a checkpoint into `module`.
+
+        `load_state_dict` tells by itself; a copy in place does not, and a stale scale overflows silently.
+        """
+        drop_scales(module)
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: L.LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -124,13 +131,15 @@ class FP8Precision(Precision):
         if self._device.type == "cuda":
             self_test(self.config, self._device, compiled=True)
 
-    def _describe(self, shards: int) -> None:
+    def _describe(self, shards: int | None) -> None:
         headline = f"FP8 {self.recipe}{' (emulated)' if self.emulate else ''}: {summary(self.decisions)}"
         problems = []
         if not any(decision.converted for decision in self.decisions):
             problems.append("FP8: nothing to convert, the run is bf16. keep_small=False converts small layers too")
-        if self.all_gather and shards == 1:
-            problems.append("FP8: all_gather=True does nothing here, the strategy does not shard parameters")
+        if self.all_gather and shards is None:
+            problems.append("FP8: all_gather=True does nothing here, it needs FSDPCompileStrategy")
+        elif self.all_gather and shards == 1:
+            problems.append("FP8: all_gather=True does nothing here, parameters are not sharded")
         before, self.report = self.report, [headline, *table(self.decisions), *problems]
         if self.report != before:
             rank_zero_info("\n".join([headline, *problems]))

@@ -103,8 +103,11 @@ def decide(
 def unfit(linear: nn.Linear) -> str:
     """Why this layer cannot compute in FP8; empty if it can."""
     out_features, in_features = linear.weight.shape
-    if type(linear).forward is not nn.Linear.forward and not getattr(type(linear), "is_float8", False):
-        return f"{type(linear).__name__} has a forward of its own"
+    if not getattr(type(linear), "is_float8", False):  # a layer that is converted already was fit
+        if type(linear).forward is not nn.Linear.forward:
+            return f"{type(linear).__name__} has a forward of its own"
+        if "forward" in linear.__dict__:
+            return "its forward is replaced on the instance (the head: by deferred logits)"
     if isinstance(linear, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight, not its forward"
     if linear.weight.dtype not in (torch.float32, torch.bfloat16):

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torchao.float8 import Float8LinearConfig
 
+from lightning_fms.precision._torchao import Float8LinearConfig
 from lightning_fms.precision.float8 import convert
 from lightning_fms.precision.selection import Decision
 

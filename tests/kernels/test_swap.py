@@ -89,6 +89,20 @@ def test_same_numbers_no_logits_same_names_and_undone(case: str) -> None:
     torch.testing.assert_close(step(model, loss), plain, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", [None, "to_vocabulary"])
+def test_a_head_that_became_another_class_after_the_swap_is_no_second_problem(name: str | None) -> None:
+    class Other(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input)
+
+    model, callback = Decoder(), kernels(rms_norm=False, head=name)
+    callback.transform_module(model)
+    report = callback.report
+    model.to_vocabulary.__class__ = Other
+    callback.transform_module(model)
+    assert callback.report == report
+
+
 def test_generation_of_transformers_works() -> None:
     torch.manual_seed(0)
     model = transformers_llama().eval()

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning as L
@@ -8,6 +10,8 @@ from fp8_runs import STEPS, THIRD_PARTY_WARNINGS, Counting, TransformersModule, 
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
+from lightning_fms.distributed import FSDPCompileStrategy
+from lightning_fms.kernels import TritonKernels
 from lightning_fms.precision import FP8Precision
 from lightning_fms.precision.float8 import RECIPES, is_float8
 
@@ -59,7 +63,30 @@ def test_report_says_what_was_converted_and_why_not() -> None:
     assert fp8.report[0].startswith("FP8 tensorwise (emulated): 12 of 15 linear layers (")
     assert any("net.layers.*.attention.k_proj" in line and "bf16: skipped by name" in line for line in fp8.report)
     assert any("net.head" in line and "bf16: output head" in line for line in fp8.report)
-    assert "all_gather=True does nothing here" in fp8.report[-1]
+    assert fp8.report[-1] == "FP8: all_gather=True does nothing here, it needs FSDPCompileStrategy"
+
+
+@pytest.mark.parametrize("head", [None, "net.head"])
+def test_head_with_deferred_logits_stays_in_bf16_and_both_reports_say_so(head: str | None) -> None:
+    fp8, kernels = plugin(head=True), TritonKernels(backend="reference", rms_norm=False, head=head)
+    fit(fp8, causal_lm(), callbacks=[kernels], strategy=FSDPCompileStrategy(compile=False), max_steps=1)
+    assert any("net.head" in line and "bf16: its forward is replaced" in line for line in fp8.report)
+    assert [line.split(" (")[0] for line in kernels.report] == [
+        "linear cross-entropy: deferred logits at net.head",
+        "not swapped: rms_norm=False",
+    ]
+
+
+def test_import_of_torchao_logs_nothing_and_leaves_the_log_as_it_was() -> None:
+    code = """
+import logging
+import lightning_fms.precision
+log = logging.getLogger("torch.utils._pytree")
+assert not log.filters
+log.warning("KernelPreference is heard again")
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stderr.count("KernelPreference") == 1
 
 
 def test_nothing_to_convert_is_said() -> None:

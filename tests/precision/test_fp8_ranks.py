@@ -21,7 +21,7 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from lightning_fms.distributed.strategy import FSDPCompileStrategy
 from lightning_fms.precision import FP8Precision
-from lightning_fms.precision.float8 import convert, drop_scales, float8_config, precompute_scales
+from lightning_fms.precision.float8 import convert, float8_config, precompute_scales
 from lightning_fms.precision.selection import decide
 
 pytestmark = THIRD_PARTY_WARNINGS
@@ -91,7 +91,7 @@ def fp8_all_gather(folder: Path) -> dict[str, Any]:
     precompute_scales(net)
     largest = net.state_dict()["0.up.weight"].full_tensor().abs().max()
     precomputed = scale_of(net)
-    drop_scales(net)
+    FP8Precision().on_weights_loaded(net)
     return {
         "losses": losses,
         "kinds": kinds,

@@ -70,6 +70,12 @@ def test_attention_module_that_bypasses_its_projection_is_left_alone() -> None:
     assert found == {"out_proj": "nn.MultiheadAttention reads its weight, not its forward"}
 
 
+def test_layer_whose_forward_is_replaced_on_the_instance_is_left_alone() -> None:
+    net = nn.ModuleDict({"tokens": nn.Embedding(64, 32), "head": nn.Linear(32, 64)})
+    net["head"].forward = lambda input: input
+    assert reasons(net, keep_small=False, head=True)["head"].startswith("its forward is replaced")
+
+
 def test_skip_by_pattern_and_a_pattern_that_matches_nothing() -> None:
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     assert reasons(net, keep_small=False, skip=["1"]) == {"0": "", "1": "skipped by name"}
