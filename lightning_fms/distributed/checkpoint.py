@@ -20,6 +20,7 @@ import os
 import pickle
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_fms.distributed import commit
@@ -64,12 +66,12 @@ def save(
         everywhere(lambda: staging.mkdir(parents=True) if rank == 0 else None, group)
         everywhere(lambda: _write(staging, tensors, state, rank, group), group)
         files = everywhere(lambda: commit.describe(staging, _own_files(staging, rank)), group)
-    except CheckpointError:
-        if rank == 0:
+        merged = {name: entry for part in files for name, entry in part.items()}
+        everywhere(lambda: _commit(staging, path, merged, step) if rank == 0 else None, group)
+    except Exception:
+        if rank == 0 and not is_committed(staging):  # sealed but not renamed, it is whole: `commit.resolve` finds it
             shutil.rmtree(staging, ignore_errors=True)
         raise
-    merged = {name: entry for part in files for name, entry in part.items()}
-    everywhere(lambda: _commit(staging, path, merged, step) if rank == 0 else None, group)
 
 
 def read_metadata(path: Path) -> dict[str, TensorStorageMetadata]:
@@ -79,10 +81,16 @@ def read_metadata(path: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def load_tensors(path: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Read the named tensors in place, each rank its own slices. Verify first."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp.load(dict(tensors), storage_reader=_SafeReader(path), process_group=group)
+    """Read the named tensors in place, each rank its own slices. Verify first.
+
+    Raises CheckpointError where storage fails in the middle; some tensors may be overwritten by then.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.load(dict(tensors), storage_reader=_SafeReader(path), process_group=group)
+    except CheckpointException as error:
+        raise CheckpointError(f"{path}: {_described(error)}") from error
 
 
 def load_state(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -90,13 +98,19 @@ def load_state(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
 
     Raises CheckpointError where it holds objects that need `weights_only=False`.
     """
+    return _torch_load(path / STATE_FILE, weights_only)
+
+
+def _torch_load(file: Path, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
     try:
-        return dict(torch.load(path / STATE_FILE, map_location="cpu", weights_only=weights_only is not False))
+        return dict(torch.load(file, map_location="cpu", mmap=mmap, weights_only=weights_only is not False))
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path / STATE_FILE} holds objects of other classes ({str(error).strip().splitlines()[0]}). If you trust "
-            f"where it comes from, load it with `weights_only=False`; save plain types to avoid this"
+            f"{file} holds objects of other classes ({str(error).strip().splitlines()[0]}). If you trust where it "
+            f"comes from, load it with `weights_only=False`; save plain types to avoid this"
         ) from error
+    except (OSError, RuntimeError, EOFError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
 
 
 def verify(path: Path, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
@@ -142,14 +156,14 @@ def everywhere(task: Callable[[], Any], group: dist.ProcessGroup | None = None) 
     """
     try:
         result, error = task(), None
-    except Exception as caught:
+    except (Exception, CheckpointException) as caught:  # DCP's own is no Exception
         result, error = None, caught
     if not dist.is_initialized():
         if error is None:
             return [result]
-        raise error if isinstance(error, ValueError) else CheckpointError(f"{type(error).__name__}: {error}") from error
+        raise error if isinstance(error, ValueError) else CheckpointError(_described(error)) from error
     outcomes: list[Any] = [None] * dist.get_world_size(group)
-    described = None if error is None else (isinstance(error, ValueError), f"{type(error).__name__}: {error}")
+    described = None if error is None else (isinstance(error, ValueError), _described(error))
     dist.all_gather_object(outcomes, (result, described), group=group)
     failures = [(r, text) for r, (_, failure) in enumerate(outcomes) if failure for text in [failure[1]]]
     if failures:
@@ -158,6 +172,20 @@ def everywhere(task: Callable[[], Any], group: dist.ProcessGroup | None = None) 
             raise error
         raise CheckpointError(f"rank {rank}: {text}") from error
     return [outcome for outcome, _ in outcomes]
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:  # its text is a traceback
+        rank, (error, _) = next(iter(error.failures.items()))
+        return f"on rank {rank}, {type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}"
+
+
+def read_everywhere(read: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """What each rank reads for itself; an error on one is raised on all."""
+    found: list[Any] = []
+    everywhere(lambda: found.append(read()), group)
+    return found[0]
 
 
 def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -174,12 +202,38 @@ def write_plain_file(path: Path, state: Mapping[str, Any]) -> None:
     commit.check_target(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = commit.staging_folder(path, os.urandom(4).hex())
-    commit.write_synced(staging, serialize(state))
-    if path.is_dir() and not path.is_symlink():
-        commit.publish(staging, path)
-    else:
-        staging.replace(path)
-        commit.sync_folder(path.parent)
+    try:
+        commit.write_synced(staging, serialize(state))
+        if path.is_dir() and not path.is_symlink():
+            commit.publish(staging, path)
+        else:
+            staging.replace(path)
+            commit.sync_folder(path.parent)
+    except Exception:
+        if staging.is_file() and not staging.is_symlink():
+            staging.unlink()
+        raise
+    commit.sweep(path)
+
+
+def check_plain_file(path: Path) -> None:
+    """Refuse a file that is missing, cut short or changed since `torch.save` wrote its checksums (CheckpointError)."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such checkpoint")
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(f"{path} is damaged: cut short, or no file of `torch.save`")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: the content of {damaged} has changed since it was saved")
+
+
+def load_plain_file(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """The dict in one plain file, its tensors mapped into memory; `weights_only` and errors as for `load_state`."""
+    return _torch_load(path, weights_only, mmap=True)
 
 
 def serialize(state: Mapping[str, Any]) -> bytes:
@@ -204,7 +258,10 @@ def foreign_objects(value: Any, place: str = "state") -> list[tuple[str, str]]:
 def _write(staging: Path, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], rank: int, group: Any) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(staging), process_group=group)
+        try:
+            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(staging), process_group=group)
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(f"{staging}: {_described(error)}") from error
     if rank == 0:
         commit.write_synced(staging / STATE_FILE, serialize(state))
 

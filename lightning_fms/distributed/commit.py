@@ -71,7 +71,12 @@ def publish(staging: Path, path: Path) -> None:
     sync_folder(path.parent)
     if old is not None:
         _destroy(old)
-    for leftover in hidden_versions(path):  # of attempts that died
+    sweep(path)
+
+
+def sweep(path: Path) -> None:
+    """Delete what attempts that died have left of the checkpoint `path`, which is whole itself."""
+    for leftover in hidden_versions(path):
         _destroy(leftover)
 
 

@@ -20,6 +20,7 @@ from lightning_fms.distributed.commit import CheckpointError
 def save_folder(path: Path, checkpoint_state: dict[str, Any]) -> None:
     """Write Lightning's checkpoint dict as a committed folder. Called on all ranks; errors as in `checkpoint.save`."""
     tensors, plain = split(checkpoint_state)
+    checkpoint.everywhere(lambda: state.refuse_shards(plain))
     checkpoint.save(path, tensors, plain, step=int(checkpoint_state["global_step"]))
 
 
@@ -27,6 +28,7 @@ def save_file(path: Path, checkpoint_state: dict[str, Any]) -> None:
     """The same as one plain file, written by rank 0. Called on all ranks."""
     optimizers = [state.by_number(s) for s in checkpoint_state.pop("optimizer_states", [])]
     plain = {**checkpoint_state, **({"optimizer_states": optimizers} if optimizers else {})}
+    checkpoint.everywhere(lambda: state.refuse_shards(plain))
     checkpoint.everywhere(lambda: checkpoint.write_plain_file(path, plain) if checkpoint.rank_in() == 0 else None)
 
 
@@ -34,9 +36,14 @@ def load(
     path: Path, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
     """Load a checkpoint of either kind, wherever a crash left it; see `load_folder`. Called on all ranks."""
-    path = commit.resolve(path)
-    kind = load_folder if path.is_dir() else load_file
+    path, is_folder = checkpoint.everywhere(lambda: _find(path) if checkpoint.rank_in() == 0 else None)[0]
+    kind = load_folder if is_folder else load_file
     return kind(path, module, optimizers, strict, weights_only)
+
+
+def _find(path: Path) -> tuple[Path, bool]:
+    found = commit.resolve(path)
+    return found, found.is_dir()
 
 
 def load_folder(
@@ -55,16 +62,21 @@ def load_folder(
         CheckpointError: damaged, or of another model; nothing was touched.
     """
     checkpoint.verify(path)
-    rest = checkpoint.load_state(path, weights_only)
-    saved = checkpoint.read_metadata(path)
-    own = {f"model.{n}": t for n, t in state.module_state(module).items() if isinstance(t, torch.Tensor)}
-    shapes = {name: entry.size for name, entry in saved.items() if name.startswith("model.")}
+    rest = checkpoint.read_everywhere(lambda: checkpoint.load_state(path, weights_only))
+    saved = checkpoint.read_everywhere(lambda: checkpoint.read_metadata(path))
+    own = {f"model.{n}": t for n, t in _tensors(state.module_state(module)).items()}
+    model = {name: entry for name, entry in saved.items() if name.startswith("model.")}
+    shapes = {name: entry.size for name, entry in model.items() if not state.is_extra(name)}
     state.compare(_unprefixed(shapes), _unprefixed({n: t.shape for n, t in own.items()}), strict, str(path))
     targets = {n: t.detach() for n, t in own.items() if n in saved}
+    extra = {n: torch.zeros(e.size, dtype=e.properties.dtype) for n, e in model.items() if state.is_extra(n)}
+    targets.update(extra)
     numbered = _matched(rest.pop("optimizer_states", None), optimizers, path)
+    for optimizer, one in zip(optimizers, numbered, strict=False):
+        state.check_groups(module, optimizer, one)
     filled = [_allocate(module, i, one, saved, targets) for i, one in enumerate(numbered)]
     checkpoint.load_tensors(path, targets)
-    state.load_extra_state(module, rest.pop("extra_state", {}))
+    state.load_extra_state(module, {**rest.pop("extra_state", {}), **_unprefixed(extra)})
     for optimizer, one in zip(optimizers, filled, strict=False):
         state.load_optimizer_state(module, optimizer, one)
     return rest
@@ -74,21 +86,20 @@ def load_file(
     path: Path, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
     """The same for one plain file, of `checkpoint_format='consolidated'` or of stock Lightning."""
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such checkpoint")
-    rest = dict(torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False))
+    checkpoint.everywhere(lambda: checkpoint.check_plain_file(path) if checkpoint.rank_in() == 0 else None)
+    rest = checkpoint.read_everywhere(lambda: checkpoint.load_plain_file(path, weights_only))
     saved = {state.clean_name(n): v for n, v in rest.pop("state_dict").items()}
-    own = {n: t for n, t in state.module_state(module).items() if isinstance(t, torch.Tensor)}
-    shapes = {n: t.shape for n, t in saved.items() if isinstance(t, torch.Tensor)}
+    own = _tensors(state.module_state(module))
+    shapes = {n: t.shape for n, t in _tensors(saved).items()}
     state.compare(shapes, {n: t.shape for n, t in own.items()}, strict, str(path))
     numbered = _matched(rest.pop("optimizer_states", None), optimizers, path)
+    named = [state.by_name(module, o, one) for o, one in zip(optimizers, numbered, strict=False)]
     for name in own.keys() & shapes.keys():
         state.copy_whole(own[name], saved[name])
-    state.load_extra_state(module, {n: v for n, v in saved.items() if n not in shapes})
+    state.load_extra_state(module, {n: v for n, v in saved.items() if state.is_extra(n)})
     parameters = {name: parameter for parameter, name in state.parameter_names(module).items()}
-    for optimizer, one in zip(optimizers, numbered, strict=False):
-        named = state.by_name(module, optimizer, one)
-        state.load_optimizer_state(module, optimizer, _distribute(named, parameters))
+    for optimizer, one in zip(optimizers, named, strict=False):
+        state.load_optimizer_state(module, optimizer, _distribute(one, parameters))
     return rest
 
 
@@ -100,8 +111,12 @@ def _matched(saved: list[Any] | None, optimizers: Sequence[Optimizer], path: Pat
     return saved
 
 
-def _unprefixed(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-    return {name.removeprefix("model."): shape for name, shape in shapes.items()}
+def _unprefixed(named: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix("model."): value for name, value in named.items()}
+
+
+def _tensors(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {n: t for n, t in named.items() if isinstance(t, torch.Tensor) and not state.is_extra(n)}
 
 
 def split(checkpoint_state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

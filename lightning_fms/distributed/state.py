@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_fms.distributed.commit import CheckpointError
 
+_LIKE_THE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "sum"}
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -31,8 +32,13 @@ def module_state(module: nn.Module) -> dict[str, Any]:
     return {clean_name(name): value for name, value in module.state_dict().items()}
 
 
+def is_extra(name: str) -> bool:
+    """Whether a state dict's entry is a submodule's `get_extra_state`, which may be any object, also a tensor."""
+    return name == "_extra_state" or name.endswith("._extra_state")
+
+
 def load_extra_state(module: nn.Module, extra: Mapping[str, Any]) -> None:
-    """Hand `extra_state` objects (what is no tensor in a state dict) back to the submodules that made them."""
+    """Hand extra state back to the submodules that made it."""
     for name, submodule in module.named_modules():
         key = clean_name(f"{name}." if name else "") + "_extra_state"
         if key in extra:
@@ -53,23 +59,42 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def load_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load what `optimizer_state` gave, matched by parameter name. Values must fit the parameters' placement.
+def check_groups(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Refuse an optimizer whose parameter groups differ from the saved ones; to be called before a weight is touched.
 
-    Raises CheckpointError where the parameter groups differ from the saved ones.
+    Args:
+        module: names the parameters.
+        optimizer: the one to be loaded.
+        saved: in the form of `optimizer_state`.
+
+    Raises:
+        CheckpointError: another number of groups, or other parameters in one.
     """
     names = parameter_names(module)
+    _check_number(optimizer, saved)
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        if odd := sorted({_name_of(p, names) for p in group["params"]} ^ set(saved_group["params"])):
+            raise CheckpointError(f"an optimizer's parameter groups differ from the checkpoint's at {_first(odd)}")
+
+
+def _check_number(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     if len(saved["param_groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(saved['param_groups'])} parameter groups, "
             f"this {type(optimizer).__name__} has {len(optimizer.param_groups)}"
         )
+
+
+def load_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load what `optimizer_state` gave, matched by parameter name. Values must fit the parameters' placement.
+
+    Raises CheckpointError where the parameter groups differ from the saved ones (see `check_groups`).
+    """
+    check_groups(module, optimizer, saved)
+    names = parameter_names(module)
     state, groups, index = {}, [], 0
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         wanted = [_name_of(p, names) for p in group["params"]]
-        if set(wanted) != set(saved_group["params"]):
-            odd = sorted(set(wanted) ^ set(saved_group["params"]))
-            raise CheckpointError(f"an optimizer's parameter groups differ from the checkpoint's at {_first(odd)}")
         settings = {key: value for key, value in saved_group.items() if key != "params"}
         groups.append({**settings, "params": list(range(index, index + len(wanted)))})
         for name in wanted:
@@ -80,15 +105,34 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: Mapping
 
 
 def by_name(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's own numbered state dict (a plain Lightning checkpoint's) under parameter names."""
+    """An optimizer's own numbered state dict (a plain Lightning checkpoint's) under parameter names.
+
+    Numbers say nothing about which parameter is meant, so sizes of groups and shapes of moments have to agree
+    (CheckpointError).
+    """
     names = parameter_names(module)
-    ours = [_name_of(p, names) for group in optimizer.param_groups for p in group["params"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    if len(ours) != len(numbers):
-        raise CheckpointError(f"the checkpoint's optimizer has {len(numbers)} parameters, this one has {len(ours)}")
-    name_of = dict(zip(numbers, ours, strict=True))
-    groups = [{**group, "params": [name_of[n] for n in group["params"]]} for group in saved["param_groups"]]
-    return {"state": {name_of[n]: values for n, values in saved["state"].items()}, "param_groups": groups}
+    _check_number(optimizer, saved)
+    name_of: dict[Any, str] = {}
+    groups = []
+    for i, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+        ours, numbers = [_name_of(p, names) for p in group["params"]], saved_group["params"]
+        if len(ours) != len(numbers):
+            raise CheckpointError(
+                f"an optimizer's parameter groups differ from the checkpoint's: group {i} has {len(numbers)} "
+                f"parameters there, {len(ours)} here"
+            )
+        name_of.update(zip(numbers, ours, strict=True))
+        groups.append({**saved_group, "params": ours})
+    shapes = {name: parameter.shape for parameter, name in names.items()}
+    state = {name_of[n]: values for n, values in saved["state"].items()}
+    for name, values in state.items():
+        for key in sorted(_LIKE_THE_PARAMETER & values.keys()):
+            if isinstance(values[key], torch.Tensor) and values[key].shape != shapes[name]:
+                raise CheckpointError(
+                    f"{name}: the checkpoint's optimizer has {key} of shape {tuple(values[key].shape)} for it, its own "
+                    f"is {tuple(shapes[name])}; were parameters given to the optimizer in another order?"
+                )
+    return {"state": state, "param_groups": groups}
 
 
 def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,9 +178,31 @@ def copy_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
         target.copy_(whole)
 
 
-def gather_whole(value: Any) -> Any:
-    """Nested dicts and lists with every tensor whole and on the CPU (a collective for DTensors, the same on all ranks)."""
-    return map_tensors(lambda t: (t.full_tensor() if isinstance(t, DTensor) else t).detach().cpu().clone(), value)
+def gather_whole(value: Any, keep: bool = True) -> Any:
+    """Nested dicts and lists with every tensor whole and on the CPU (a collective for DTensors, the same on all ranks).
+
+    Args:
+        value: what to gather.
+        keep: False on ranks that only take part; they get tensors without memory (`meta`), one is gathered at a time.
+    """
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+        return whole.cpu().clone() if keep else torch.empty_like(whole, device="meta")
+
+    return map_tensors(gather, value)
+
+
+def refuse_shards(value: Any, place: str = "state") -> None:
+    """Raise ValueError where a nested state holds a DTensor: pickled, it would be this rank's part only."""
+    if isinstance(value, DTensor):
+        raise ValueError(
+            f"checkpoint: {place} is a sharded tensor outside weights and optimizers, of which only rank 0's part "
+            f"would be saved. Save it whole (`.full_tensor()`, on all ranks), or keep it in a buffer of the module"
+        )
+    items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
+    for key, item in items:
+        refuse_shards(item, f"{place}[{key!r}]")
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

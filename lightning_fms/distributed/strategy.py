@@ -360,7 +360,7 @@ class FSDPCompileStrategy(ModelParallelStrategy):
             return self._for_format(state.optimizer_state(module, optimizer))
 
     def _for_format(self, value: dict[str, Any]) -> dict[str, Any]:
-        return state.gather_whole(value) if self._consolidate else value
+        return state.gather_whole(value, keep=self.is_global_zero) if self._consolidate else value
 
     def save_checkpoint(self, checkpoint_state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a committed checkpoint folder, or one plain file. Called on all ranks.
