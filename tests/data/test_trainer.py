@@ -3,6 +3,7 @@
 Legend: W data ranks, A micro-batches a step.
 """
 
+import inspect
 import os
 import signal
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_fms.data import LoaderLink, RescalableDataModule
+from lightning_fms.data import LoaderLink, RescalableDataModule, StreamLoader
 from tests.data.chains import write_jsonl
 from tests.data.fits import Bigram, Ledger, fit, merged
 from tests.worlds import run_world
@@ -289,3 +290,10 @@ def test_the_mix_is_that_of_all_ranks(data):
     assert sum(entry["tokens"] for entry in first.values()) == 3 * BATCH * data["seq_len"]
     assert sum(entry["share"] for entry in first.values()) == pytest.approx(1)
     assert any("source p: 3 files" in line for line in report)
+
+
+def test_the_data_module_takes_what_the_loader_takes():
+    ours, theirs = (inspect.signature(kind).parameters for kind in (RescalableDataModule, StreamLoader))
+    for name in set(theirs) - {"state"}:
+        assert ours[name].default == theirs[name].default, name
+        assert ours[name].annotation == theirs[name].annotation, name
