@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from app_runs import clean_environment, start
 
+from lightning_fms.config_check import ConfigError
 from lightning_fms.ranks import agree, is_child
 
 ASK = """
@@ -19,6 +20,17 @@ def decide():
         raise ValueError("refused")
     return {"decided by": os.environ.get("RANK") or os.environ.get("SLURM_PROCID")}
 print("heard", agree("first", decide), agree("second", lambda: [1, None]))
+"""
+
+
+ATTEMPT = """
+import os, sys, time
+from lightning_fms.ranks import agree
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("attempt", attempt, "heard", agree("first", lambda: attempt), flush=True)
+if attempt == "0":
+    time.sleep(1)
+    sys.exit(1)
 """
 
 
@@ -35,6 +47,9 @@ def test_a_child_of_lightnings_launcher_inherits_the_decision(monkeypatch: pytes
     assert agree("folder", lambda: "runs/a/001") == "runs/a/001"
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert is_child()
+    monkeypatch.delenv("LIGHTNING_FMS_RESUME", raising=False)
+    with pytest.raises(ConfigError, match="LOCAL_RANK=1: no other process of this run started this one"):
+        agree("resume", lambda: None)
 
     def never() -> None:
         raise AssertionError
@@ -48,6 +63,34 @@ def test_torchruns_ranks_hear_the_first(tmp_path: Path) -> None:
     done = start(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(script))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("heard {'decided by': '0'} [1, None]") == 3
+
+
+def test_a_restarted_rank_hears_its_own_attempt(tmp_path: Path) -> None:
+    script = tmp_path / "attempt.py"
+    script.write_text(ATTEMPT)
+    # With a port of its own torchrun keeps one store for all attempts.
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "--max-restarts=1")
+    done = start(tmp_path, *torchrun, str(script))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["attempt 0 heard 0"] * 2 + ["attempt 1 heard 1"] * 2
+
+
+def test_a_rank_that_waits_for_others_says_so_and_names_srun() -> None:
+    alone = clean_environment() | {
+        "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "12",
+        "SLURM_NODELIST": "localhost", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    script = f"from lightning_fms import ranks; ranks.SILENT_SECONDS = 0.1\n{ASK}"
+    waits = subprocess.Popen([sys.executable, "-c", script], env=alone, stderr=subprocess.PIPE, text=True)
+    try:
+        assert waits.stderr is not None
+        line = waits.stderr.readline()
+    finally:
+        waits.kill()
+        waits.communicate()
+    assert "waiting for 2 processes at 127.0.0.1" in line
+    assert "srun" in line
 
 
 @pytest.mark.parametrize("refuse", [False, True])
