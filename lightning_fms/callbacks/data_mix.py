@@ -1,7 +1,7 @@
 """What the run has really read: share of tokens and epochs, per source.
 
-A mixture is a wish until it is counted. Shares are of the tokens trained on, not of those prefetched, and come from the
-data module, which knows them on every rank without asking the others.
+A mixture is a wish until it is counted. Shares are of the tokens trained on, not of those prefetched. Each rank knows only
+its own, so adding them up may be a collective: every rank asks, at the same steps, and the first one logs.
 """
 
 from typing import Any
@@ -13,6 +13,8 @@ from lightning_fms.callbacks.cadence import StepClock, logging_due
 
 class DataMix(L.Callback):
     """Log `data/<source>/share`, `target`, `epoch` and `tokens` from `trainer.datamodule.mix_report()`.
+
+    That method is called on all ranks on logging steps, and on no others, so it may communicate.
 
     Raises:
         ValueError: at the start of a fit whose data module has no `mix_report()`.
@@ -37,10 +39,10 @@ class DataMix(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log on logging steps."""
+        """Ask on every rank, log on the first, on logging steps."""
         if not (self._clock.ended_step(trainer) and logging_due(trainer)):
             return
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
         for source, numbers in datamodule.mix_report().items():
             values = {f"data/{source}/{name}": float(number) for name, number in numbers.items()}
-            pl_module.log_dict(values, on_step=True, on_epoch=False)
+            pl_module.log_dict(values, on_step=True, on_epoch=False, rank_zero_only=True)

@@ -2,7 +2,8 @@
 
 A line every few steps stays on the screen, and so in a log file; on a terminal a live line below it follows in between,
 twice a second at most. Reading a loss from a device waits for the device, so values are read only for a line that is
-shown. Figures come from what other callbacks logged: a column without a figure stays empty.
+shown. Figures come from what other callbacks logged: a column without a figure stays empty. They are logged on logging
+steps only, so in between a line that stays leaves them out, and the live line says of which step they are.
 """
 
 import sys
@@ -14,7 +15,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 
-from lightning_fms.callbacks.cadence import StepClock
+from lightning_fms.callbacks.cadence import StepClock, logging_due
 
 REFRESH_SECONDS = 0.5
 
@@ -109,8 +110,10 @@ class Progress(ProgressBar):
         if not stays and not (self._terminal() and now - self._shown >= REFRESH_SECONDS):
             return
         self._shown = now
-        row = render(trainer.global_step, metrics_of(trainer, outputs), self._left(trainer, now), self._columns)
-        self._line(row) if stays else self._live_line(row)
+        fresh = logging_due(trainer)
+        metrics = metrics_of(trainer, outputs, logged=fresh or not stays)
+        row = render(trainer.global_step, metrics, self._left(trainer, now), self._columns)
+        self._line(row) if stays else self._live_line(row + ("" if fresh else _of_step(trainer)))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The validation metrics, in a line of their own."""
@@ -156,22 +159,32 @@ class Progress(ProgressBar):
             self._out.flush()
 
     def _live_line(self, text: str) -> None:
-        self._out.write("\r" + text)
+        self._out.write("\r" + text.ljust(self._live))
         self._out.flush()
         self._live = len(text)
 
 
-def metrics_of(trainer: L.Trainer, outputs: Any) -> dict[str, float]:
+def _of_step(trainer: L.Trainer) -> str:
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    step = trainer.global_step - trainer.global_step % every if every > 0 else 0
+    return f"  (logged at step {step})" if step else ""
+
+
+def metrics_of(trainer: L.Trainer, outputs: Any, logged: bool = True) -> dict[str, float]:
     """The figures of a row. Reads from the device.
 
     The loss is `loss` where something logs it (the exact mean over ranks and micro-batches), else that of this rank's
-    last micro-batch.
+    last micro-batch. The learning rate is that of now.
+
+    Args:
+        trainer: whose metrics.
+        outputs: of the last training step.
+        logged: whether to show what was logged last.
     """
-    metrics = {
-        name: float(value) for name, value in trainer.callback_metrics.items() if name in {c[2] for c in COLUMNS}
-    }
+    names = {name for name in trainer.callback_metrics if name in {column[2] for column in COLUMNS}}
+    metrics = {name: float(trainer.callback_metrics[name]) for name in names if logged}
     last = outputs.get("loss") if isinstance(outputs, dict) else outputs
-    if "loss" not in metrics and isinstance(last, Tensor):
+    if "loss" not in names and isinstance(last, Tensor):
         # Lightning has divided it for accumulation.
         metrics["loss"] = float(last) * trainer.accumulate_grad_batches
     if trainer.optimizers:

@@ -6,6 +6,7 @@ checkpoint that is written next must not see that.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import lightning as L
@@ -22,6 +23,14 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
+class _Reached(Exception):
+    """`generate` has accepted its arguments and asked for the first logits."""
+
+
+def _probe(ids: torch.Tensor) -> torch.Tensor:
+    raise _Reached
+
+
 class Sample(L.Callback):
     """Generate text when training ends, print it, and log it to TensorBoard as `sample`.
 
@@ -36,7 +45,8 @@ class Sample(L.Callback):
         text: what was generated last, without the prompt.
 
     Raises:
-        ValueError: for an empty prompt.
+        ValueError: for an empty prompt; at the start of a fit, for a data module without a tokenizer, a prompt without
+            tokens, and whatever `generate` refuses before its first forward. At the end it would cost the last checkpoint.
     """
 
     def __init__(self, generate: Callable[..., list[int]], prompt: str = "The ") -> None:
@@ -45,17 +55,35 @@ class Sample(L.Callback):
         self.generate, self.prompt = generate, prompt
         self.text: str | None = None
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Generate on every rank, show on the first."""
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Go through everything up to the first forward."""
+        if stage != "fit":
+            return
+        tokenizer = self._tokenizer(trainer)
+        tokens = self._encoded(tokenizer)
+        if not tokens:
+            raise ValueError(f"Sample: prompt={self.prompt!r} has no tokens; give text that the tokenizer knows")
+        with suppress(_Reached):
+            self.generate(_probe, tokens, eos_id=tokenizer.eos_id, device="cpu")
+
+    def _tokenizer(self, trainer: L.Trainer) -> Any:
         tokenizer: Any = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is None:
             raise ValueError("Sample: the data module has no tokenizer; give it one, or leave the callback out")
+        return tokenizer
+
+    def _encoded(self, tokenizer: Any) -> list[int]:
+        return [int(token) for token in tokenizer.encode(self.prompt)]
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Generate on every rank, show on the first."""
+        tokenizer = self._tokenizer(trainer)
         was_training = pl_module.training
         pl_module.eval()
         with torch.no_grad(), trainer.precision_plugin.forward_context():
             new = self.generate(
                 pl_module,
-                [int(token) for token in tokenizer.encode(self.prompt)],
+                self._encoded(tokenizer),
                 eos_id=tokenizer.eos_id,
                 device=pl_module.device,
             )

@@ -165,6 +165,20 @@ def test_the_mix_is_logged_by_source(tmp_path) -> None:
     assert logged.at[2]["data/noise/epoch"] == 0.5
 
 
+def test_the_mix_is_asked_for_on_logging_steps_only_and_on_every_rank(tmp_path, monkeypatch) -> None:
+    asked = []
+
+    class Asked(RandomTokens):
+        def mix_report(self) -> dict[str, dict[str, float]]:
+            asked.append(fit.global_step)
+            return super().mix_report()
+
+    fit = trainer(tmp_path, DataMix())
+    monkeypatch.setattr(type(fit), "is_global_zero", False)  # As on any other rank.
+    fit.fit(tiny_module(), datamodule=Asked())
+    assert asked == [2, 4, 6]
+
+
 def test_a_mix_without_sources_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="mix_report"):
         trainer(tmp_path, DataMix()).fit(tiny_module(), RandomTokens().train_dataloader())

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from callback_runs import RandomTokens, tiny_module, trainer
+from callback_runs import Letters, RandomTokens, tiny_module, trainer
 
 from lightning_fms.callbacks import GradNorm, Memory, Progress, Sample, StepCheckpoint, Summary, Throughput
 from lightning_fms.callbacks.progress import short_count, short_time
@@ -48,6 +48,19 @@ def test_columns_without_a_figure_stay_empty(tmp_path) -> None:
     assert len(row.split()) == 4  # step, loss, lr, left
 
 
+def test_figures_of_another_step_are_not_shown_beside_this_one(tmp_path, monkeypatch) -> None:
+    changes = {"log_every_n_steps": 4, "max_steps": 8}
+    _, *rows = shown(tmp_path, io.StringIO(), GradNorm(), Memory(), **changes)
+    # Step, loss of this micro-batch, lr, grad norm, memory, GiB, left.
+    assert {row.split()[0]: len(row.split()) for row in rows} == {"2": 4, "4": 7, "6": 4, "8": 7}
+    monkeypatch.setattr("lightning_fms.callbacks.progress.REFRESH_SECONDS", 0.0)
+    stream = Terminal()
+    shown(tmp_path, stream, GradNorm(), Memory(), **changes)
+    live = {text.split()[0]: text.rstrip() for text in stream.getvalue().split("\r") if text.strip()}
+    assert live["5"].endswith("(logged at step 4)")
+    assert "logged at" not in live["1"]
+
+
 def test_the_loss_is_not_that_divided_for_accumulation(tmp_path) -> None:
     _, row, *_ = shown(tmp_path, io.StringIO(), accumulate_grad_batches=4)
     assert float(row.split()[1]) == pytest.approx(3.4, abs=0.3)
@@ -63,7 +76,7 @@ def test_a_terminal_gets_a_live_line_that_leaves_nothing_behind(tmp_path, monkey
 
 def test_a_loss_is_read_only_for_a_line_that_is_shown(tmp_path, monkeypatch) -> None:
     reads = []
-    monkeypatch.setattr("lightning_fms.callbacks.progress.metrics_of", lambda *_: reads.append(1) or {})
+    monkeypatch.setattr("lightning_fms.callbacks.progress.metrics_of", lambda *_, **__: reads.append(1) or {})
     shown(tmp_path, io.StringIO(), max_steps=20)
     assert len(reads) == 10
 
@@ -93,6 +106,34 @@ def test_a_sample_without_a_tokenizer_is_refused(tmp_path) -> None:
         trainer(tmp_path, Sample(generate)).fit(tiny_module(), RandomTokens().train_dataloader())
     with pytest.raises(ValueError, match="prompt"):
         Sample(generate, prompt="")
+
+
+class Unknown(Letters):
+    """Knows no letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("context", "temperature", "tokenizer", "message"),
+    [
+        (1, 0.0, Letters(), "context=1"),
+        (8, -1.0, Letters(), "temperature"),
+        (8, 0.0, Unknown(), "has no tokens"),
+        (8, 0.0, None, "no tokenizer"),
+    ],
+)
+def test_a_sample_that_cannot_be_made_is_refused_before_training(
+    context, temperature, tokenizer, message, tmp_path
+) -> None:
+    data = RandomTokens()
+    data.tokenizer = tokenizer
+    sample = Sample(partial(generate, context=context, max_new_tokens=5, temperature=temperature), prompt="abc")
+    fit = trainer(tmp_path, sample)
+    with pytest.raises(ValueError, match=message):
+        fit.fit(tiny_module(), datamodule=data)
+    assert fit.global_step == 0
 
 
 def test_the_summary_collects_the_report_of_every_part_once(tmp_path, capsys) -> None:
