@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import lightning as L
@@ -21,18 +22,39 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_fms.config_check import MISSING, ConfigError, check_targets
-from lightning_fms.ranks import agree, is_child, launcher
-from lightning_fms.run_folder import RunRecord, attempts, discard, find, is_run, locate, newest_checkpoint, reserve
+from lightning_fms.ranks import agree, launcher
+from lightning_fms.run_folder import (
+    Reservation,
+    RunRecord,
+    attempts,
+    discard,
+    find,
+    is_run,
+    locate,
+    newest_checkpoint,
+    reserve,
+    reserve_given,
+)
 
 VOCAB = "model.net.vocab_size"
+# The default of paths.root, which a command need not repeat.
+ROOT = "runs"
+# Arguments of the Trainer that have a group or a key of their own.
+SUPPLIED = {
+    "strategy": "strategy=<option>",
+    "precision": "precision=<option>",
+    "plugins": "precision=<option>",
+    "callbacks": "callbacks=<option>, or +callbacks.<name>._target_=<class>",
+    "logger": "logger=<option>",
+    "default_root_dir": "paths.root=<folder>",
+}
 # What Lightning tells every user at every start, and what a product would not show.
-_NOISE = (
+_UNSHOWN_WARNINGS = (
     r".*does not have many workers which may be a bottleneck.*",
     r".*Checkpoint directory .* exists and is not empty.*",
     r".*No device id is provided via `init_process_group`.*",
     r".*You have overridden `on_before_backward`.*",
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
-    r".*The `srun` command is available on your system but is not used.*",
 )
 
 
@@ -55,13 +77,13 @@ def train(cfg: DictConfig, overrides: list[str]) -> L.Trainer:
     if former["run"] and "experiment" not in _choices():
         cfg, overrides = _recompose(Path(former["run"]), overrides)
     check(cfg)
-    fresh = former["run"] is None
-    folder = Path(agree("folder", lambda: str(_reserve(cfg))) if fresh else former["run"])
+    reserved: list[Reservation] = []  # On the rank that reserves.
+    folder = former["run"] or agree("folder", lambda: _reserve(cfg, reserved))
     try:
-        return _fit(cfg, overrides, folder, former["checkpoint"])
+        return _fit(cfg, overrides, Path(folder), former["checkpoint"])
     except BaseException:
-        if fresh and not is_child() and _first_rank():
-            discard(folder)
+        for reservation in reserved:
+            discard(reservation)
         raise
 
 
@@ -81,9 +103,9 @@ def check(cfg: DictConfig) -> None:
     plain = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(plain, dict)
     # Others take values from these by interpolation; a mistake is reported where it was made.
-    first = {group: plain[group] for group in ("trainer", "data", "optimizer", "scheduler")}
+    first = {group: plain[group] for group in ("trainer", "data", "optimizer", "scheduler") if group in plain}
     check_targets({**first, **plain}, supplied={VOCAB, *_filled_in(plain)})
-    _check_resume(cfg)
+    _check_supplied(cfg)
     _check_processes(cfg)
 
 
@@ -92,9 +114,10 @@ def _filled_in(plain: Mapping[Any, Any]) -> Iterator[str]:
     yield from (f"model.{key}" for key in ("optimizer", "scheduler") if plain["model"].get(key, MISSING) == MISSING)
 
 
-def _check_resume(cfg: DictConfig) -> None:
-    if cfg.resume is not None and not isinstance(cfg.resume, str):
-        raise ConfigError(f"resume={cfg.resume}: give auto, null, or the path of a checkpoint or of a run")
+def _check_supplied(cfg: DictConfig) -> None:
+    for key, instead in SUPPLIED.items():
+        if key in cfg.trainer:
+            raise ConfigError(f"trainer.{key} would have no effect: give {instead}")
 
 
 def devices_asked(trainer: DictConfig) -> int:
@@ -138,23 +161,32 @@ def _find_former(cfg: DictConfig) -> dict[str, str | None]:
     """The run to go on with, and the checkpoint to load; runs on the first rank."""
     if cfg.resume is None:
         return {"run": None, "checkpoint": None}
+    if not isinstance(cfg.resume, str):
+        raise ConfigError(f"resume={cfg.resume}: give auto, null, or the path of a checkpoint or of a run")
     if cfg.resume != "auto":
-        return {"run": None, "checkpoint": str(locate(Path(str(cfg.resume))))}
-    root = Path(cfg.paths.root)
+        return {"run": None, "checkpoint": str(locate(Path(cfg.resume)))}
     if not OmegaConf.is_missing(cfg.paths, "run"):
-        run = Path(cfg.paths.run)
-        checkpoint = newest_checkpoint(run) if is_run(run) else None
-        found = (run, checkpoint) if checkpoint else None
-    else:
-        named = "experiment" in _choices() or "name" in _choices()
-        found = find(root, cfg.name if named else None)
-        if found is None and not named:
-            raise ConfigError(f"resume=auto: no run under {root}/ has a checkpoint; start one with experiment=<name>")
+        return _find_in(Path(cfg.paths.run))
+    root = Path(cfg.paths.root)
+    named = "experiment" in _choices() or "name" in _choices()
+    found = find(root, cfg.name if named else None)
+    if found is None and not named:
+        raise ConfigError(f"resume=auto: no run under {root}/ has a checkpoint; start one with experiment=<name>")
     if found is None:
         _say(f"resume=auto: no checkpoint of {cfg.name} under {root}/, so this run starts at step 0")
         return {"run": None, "checkpoint": None}
     _say(f"resume=auto: goes on from {found[1]}")
     return {"run": str(found[0]), "checkpoint": str(found[1])}
+
+
+def _find_in(run: Path) -> dict[str, str | None]:
+    """The same for a given folder; a run that ended before its first checkpoint starts again in its folder."""
+    checkpoint = newest_checkpoint(run) if is_run(run) else None
+    if checkpoint is None:
+        _say(f"resume=auto: no checkpoint in {run}/, so this run starts at step 0")
+    else:
+        _say(f"resume=auto: goes on from {checkpoint}")
+    return {"run": str(run) if is_run(run) else None, "checkpoint": str(checkpoint) if checkpoint else None}
 
 
 def _recompose(run: Path, overrides: list[str]) -> tuple[DictConfig, list[str]]:
@@ -169,14 +201,13 @@ def _key(override: str) -> str:
     return override.lstrip("+~").split("=")[0]
 
 
-def _reserve(cfg: DictConfig) -> Path:
+def _reserve(cfg: DictConfig, reserved: list[Reservation]) -> str:
+    """Make the run's folder, and note what is to be undone if nothing is trained."""
     if OmegaConf.is_missing(cfg.paths, "run"):
-        return reserve(Path(cfg.paths.root), cfg.name)
-    folder = Path(cfg.paths.run)
-    if is_run(folder):
-        raise ConfigError(f"paths.run={folder}: holds a run already; go on with resume=auto, or give another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+        reserved.append(reserve(Path(cfg.paths.root), cfg.name))
+    else:
+        reserved.append(reserve_given(Path(cfg.paths.run), resume=cfg.resume == "auto"))
+    return str(reserved[0].folder)
 
 
 def _fit(cfg: DictConfig, overrides: list[str], folder: Path, checkpoint: str | None) -> L.Trainer:
@@ -189,7 +220,6 @@ def _fit(cfg: DictConfig, overrides: list[str], folder: Path, checkpoint: str | 
         module = instantiate(cfg.model, _convert_="all")
     trainer = _trainer(cfg, RunRecord(folder, cfg, overrides))
     started = time.monotonic()
-    # weights_only: our checkpoints hold tensors and plain values.
     trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint)
     if trainer.is_global_zero:
         print("\n".join(closing_lines(trainer, cfg, folder, time.monotonic() - started)), flush=True)
@@ -249,22 +279,35 @@ def closing_lines(trainer: L.Trainer, cfg: DictConfig, folder: Path, seconds: fl
     experiment = HydraConfig.get().runtime.choices.get("experiment") if HydraConfig.initialized() else None
     chosen = f"experiment={experiment} " if experiment else ""
     checkpoint = newest_checkpoint(folder)
-    more = 2 * trainer.max_steps
     return [
         f"{trainer.global_step} steps, {seconds:.0f} s{results}",
         f"  run         {folder}",
         f"  checkpoint  {checkpoint or 'none'}",
         "",
         "Next:",
-        f"  tensorboard --logdir {cfg.paths.root}",
-        f"  fms-train resume=auto trainer.devices=2 trainer.max_steps={more}    # goes on where it ended, on two processes",
-        f"  fms-train -m {chosen}optimizer.lr=1e-3,3e-3    # a sweep",
+        f"  tensorboard --logdir {folder if _is_given(cfg, folder) else cfg.paths.root}",
+        f"  {_resume_command(trainer, cfg, folder)}",
+        f"  fms-train -m {chosen}{_root(cfg)}optimizer.lr=1e-3,3e-3    # a sweep",
     ]
 
 
-def _first_rank() -> bool:
-    environment = launcher()
-    return environment is None or environment.global_rank() == 0
+def _resume_command(trainer: L.Trainer, cfg: DictConfig, folder: Path) -> str:
+    place = f"{quote(f'paths.run={folder}')} " if _is_given(cfg, folder) else _root(cfg)
+    longer = f"trainer.max_steps={2 * max(trainer.max_steps, trainer.global_step)}"
+    if trainer.max_steps < 1 and (trainer.max_epochs or 0) > 0:
+        longer = f"++trainer.max_epochs={2 * (trainer.max_epochs or 1)}"
+    more_devices = trainer.strategy.root_device.type == "cpu" or torch.cuda.device_count() > trainer.world_size
+    if trainer.world_size > 1 or not more_devices:
+        return f"fms-train resume=auto {place}{longer}    # goes on where it ended"
+    return f"fms-train resume=auto {place}trainer.devices=2 {longer}    # goes on where it ended, on two processes"
+
+
+def _is_given(cfg: DictConfig, folder: Path) -> bool:
+    return folder.parent != Path(cfg.paths.root) / cfg.name
+
+
+def _root(cfg: DictConfig) -> str:
+    return "" if cfg.paths.root == ROOT else f"{quote(f'paths.root={cfg.paths.root}')} "
 
 
 def _say(text: str) -> None:
@@ -275,5 +318,5 @@ def quiet() -> None:
     """Silence what Lightning says to everybody."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "lightning_fms"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for message in _NOISE:
+    for message in _UNSHOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message)

@@ -2,12 +2,18 @@
 
 A new run gets a number of its own, so it can never overwrite or mix with an older one. A run that is resumed stays in
 its folder. The folder is reserved before anything is built, because loggers and checkpoints need the path, but it
-becomes a run only with `run.yaml`, written when the first batch has been trained; if a run fails before, the folder is
-removed. What is no run is never resumed and never counted as one.
+becomes a run only with `run.yaml`, written when the first batch has been trained; if a run fails before, what it made is
+removed, and nothing else. What is no run is never resumed and never counted as one.
+
+A folder that the user names may be anything, a project or a home. Only one that is missing or empty is taken, and it is
+marked, so that what a killed start left there is known as ours by the restart.
 """
 
 import re
 import shutil
+import zipfile
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,10 +21,23 @@ from typing import Any
 import lightning as L
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_fms.config_check import ConfigError
 from lightning_fms.distributed.checkpoint import is_committed, latest_committed
+from lightning_fms.distributed.commit import CheckpointError, sync_folder, write_synced
 
 RECORD = "run.yaml"
 CHECKPOINTS = "checkpoints"
+RESERVED = ".reserved"
+# What a start can have left in a folder that is not its own: checkpoints, the loggers' folders, records.
+_LEFT = (CHECKPOINTS, "tensorboard", "csv", "lightning_logs", "config.yaml", ".config.yaml", f".{RECORD}")
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A folder for a run, and the folders that were made for it, outermost first."""
+
+    folder: Path
+    made: tuple[Path, ...]
 
 
 def is_run(folder: Path) -> bool:
@@ -32,38 +51,113 @@ def numbered(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name))
 
 
-def reserve(root: Path, name: str) -> Path:
-    """Make and return `<root>/<name>/<next number>`; two processes at once get two folders."""
+def reserve(root: Path, name: str) -> Reservation:
+    """Make `<root>/<name>/<next number>`; two processes at once get two folders."""
     folder = root / name
-    folder.mkdir(parents=True, exist_ok=True)
     number = int(numbered(folder)[-1].name) + 1 if numbered(folder) else 1
+    made: list[Path] = []
     while True:
+        made += _make(folder)
         try:
             path = folder / f"{number:03}"
             path.mkdir()
-            return path
+            return Reservation(path, (*made, path))
         except FileExistsError:
             number += 1
+        except FileNotFoundError:  # A start that failed at this moment has removed the parent that it had made.
+            continue
 
 
-def discard(folder: Path) -> None:
-    """Remove a reserved folder in which nothing was trained, and its parents as far as they are empty."""
+def reserve_given(folder: Path, resume: bool) -> Reservation:
+    """Take the folder that the user names.
+
+    Args:
+        folder: missing or empty.
+        resume: also take what a killed start left.
+
+    Raises:
+        ConfigError: if the folder holds a run, or anything else.
+    """
+    if is_run(folder):
+        raise ConfigError(f"paths.run={folder}: holds a run already; go on with resume=auto, or give another folder")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"paths.run={folder}: exists and is no folder; give a new or empty folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (resume and (folder / RESERVED).is_file()):
+        if (folder / RESERVED).is_file():
+            raise ConfigError(
+                f"paths.run={folder}: holds what a start without training left; go on with resume=auto, "
+                "or give a new or empty folder"
+            )
+        raise ConfigError(f"paths.run={folder}: exists and is no run; give a new or empty folder")
+    reservation = Reservation(folder, tuple(_make(folder)))
+    (folder / RESERVED).touch()
+    return reservation
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make a folder and its parents; those that this call made, outermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = []
+    for path in reversed(missing):
+        try:
+            path.mkdir()
+            made.append(path)
+        except FileExistsError:  # By another start, at the same time.
+            continue
+    return made
+
+
+def discard(reservation: Reservation) -> None:
+    """Undo a reservation in which nothing was trained: what was there before stays."""
+    folder = reservation.folder
     if is_run(folder):
         return
-    shutil.rmtree(folder, ignore_errors=True)
-    for parent in (folder.parent, folder.parent.parent):
-        try:
+    if folder in reservation.made:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        _clear(folder)
+    for parent in [path for path in reservation.made if path != folder][::-1]:
+        with suppress(OSError):  # Others run in it.
             parent.rmdir()
-        except OSError:
-            return
+
+
+def _clear(folder: Path) -> None:
+    for path in (folder / name for name in _LEFT):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    if [path.name for path in folder.iterdir()] == [RESERVED]:
+        (folder / RESERVED).unlink()
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The newest valid checkpoint of a run: a committed folder, or a file of a stock Lightning strategy."""
+    """The newest valid checkpoint of a run: a committed folder, or a file of a stock Lightning strategy.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is valid (starting afresh would hide the loss).
+    """
     folder = run / CHECKPOINTS
-    found = [path for path in folder.glob("*.ckpt") if path.is_file()]
-    committed = latest_committed(folder) if folder.is_dir() else None
-    return max([*found, committed] if committed else found, key=step_of, default=None)
+    files = sorted((path for path in folder.glob("*.ckpt") if path.is_file()), key=step_of, reverse=True)
+    newest = latest_committed(folder) if folder.is_dir() else None
+    for path in files:
+        if newest is not None and step_of(path) <= step_of(newest):
+            return newest
+        if is_whole(path):
+            return path
+        print(f"passing over a damaged checkpoint: {path}", flush=True)
+    if files and newest is None:
+        raise CheckpointError(f"none of the {len(files)} checkpoints in {folder} is valid; newest: {files[0]}")
+    return newest
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether every byte of a stock checkpoint, which is a zip archive, has the checksum that it was written with."""
+    try:
+        with zipfile.ZipFile(checkpoint) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError, EOFError):
+        return False
 
 
 def step_of(checkpoint: Path) -> int:
@@ -83,7 +177,8 @@ def find(root: Path, name: str | None) -> tuple[Path, Path] | None:
         runs = [run for run in numbered(root / name) if is_run(run)][::-1]
     else:
         every = (run for folder in root.glob("*") for run in numbered(folder) if is_run(run))
-        runs = sorted(every, key=lambda run: attempts(run)[-1]["started"], reverse=True)
+        started = {run: _started(run) for run in every}
+        runs = sorted((run for run in started if started[run]), key=lambda run: started[run], reverse=True)
     for run in runs:
         checkpoint = newest_checkpoint(run)
         if checkpoint is not None:
@@ -109,9 +204,30 @@ def locate(path: Path) -> Path:
 
 
 def attempts(run: Path) -> list[dict[str, Any]]:
-    """The starts of a run, oldest first, each with `started` (UTC, ISO 8601) and `overrides` (command line)."""
-    record: Any = OmegaConf.to_container(OmegaConf.load(run / RECORD))
-    return record["attempts"]
+    """The starts of a run, oldest first, each with `started` (UTC, ISO 8601) and `overrides` (command line).
+
+    Raises:
+        ValueError: if the record cannot be read, or is that of something else.
+    """
+    try:
+        record: Any = OmegaConf.to_container(OmegaConf.load(run / RECORD))
+        found = [
+            {"started": str(a["started"]), "overrides": [str(o) for o in a["overrides"]]} for a in record["attempts"]
+        ]
+        if not found:
+            raise ValueError("no attempts")
+        return found
+    except Exception as error:  # Whatever a foreign file can make a parser raise, the mistake is the file.
+        raise ValueError(f"{run / RECORD}: is no record of a run ({type(error).__name__})") from error
+
+
+def _started(run: Path) -> str:
+    """When a run was last started; empty, with a word about it, if its record does not say."""
+    try:
+        return attempts(run)[-1]["started"]
+    except ValueError as error:
+        print(f"passing over {error}", flush=True)
+        return ""
 
 
 class RunRecord(L.Callback):
@@ -129,10 +245,22 @@ class RunRecord(L.Callback):
         if self._written or not trainer.is_global_zero:
             return
         self._written = True
-        former = attempts(self.folder) if is_run(self.folder) else []
+        former = _attempts_so_far(self.folder)
         record = {"attempts": [*former, {"started": self.started, "overrides": self.overrides}]}
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, content in (("config.yaml", self.config), (RECORD, OmegaConf.create(record))):
             aside = self.folder / f".{name}"
-            aside.write_text(OmegaConf.to_yaml(content))
+            write_synced(aside, OmegaConf.to_yaml(content).encode())
             aside.replace(self.folder / name)
+            sync_folder(self.folder)
+        (self.folder / RESERVED).unlink(missing_ok=True)
+
+
+def _attempts_so_far(folder: Path) -> list[dict[str, Any]]:
+    if not is_run(folder):
+        return []
+    try:
+        return attempts(folder)
+    except ValueError as error:
+        print(f"writing a new record: {error}", flush=True)
+        return []

@@ -1,13 +1,15 @@
 """`fms-train`: trains what its config says.
 
 Usage: `fms-train experiment=quickstart`, `torchrun --nproc-per-node=8 -m lightning_fms.train experiment=llama_8b ...`;
-`fms-train --help` lists the groups. A mistake of the user is one line and exit code 2, with a traceback where the config
-says `debug=trace`; anything else is our mistake, and shows where.
+`fms-train --help` lists the groups. A mistake in the config is one line and exit code 2, with a traceback where the config
+says `debug=trace`. Anything else is a mistake in code, the user's or ours, and shows where.
 """
 
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from types import FrameType
 from typing import NoReturn
 
 import hydra
@@ -18,7 +20,20 @@ from omegaconf.errors import OmegaConfBaseException
 
 CONFIG_PATH, CONFIG_NAME, VERSION_BASE = "pkg://lightning_fms.conf", "train", "1.3"
 # Said in Hydra's messages for programs, of no use to people.
-_NOISE = ("full_key:", "object_type=", "reference_type=", "Config search path:", "provider=", "Set the environment")
+_FOR_PROGRAMS = (
+    "full_key:",
+    "object_type=",
+    "reference_type=",
+    "Config search path:",
+    "provider=",
+    "Set the environment",
+)
+# Packages whose messages say what to change in a config,
+_EXPLAIN = {"lightning_fms", "hydra_plugins", "hydra", "omegaconf", "lightning"}
+# and those that are only passed through on the way there.
+_PASSED_THROUGH = sys.stdlib_module_names | {
+    "antlr4", "fsspec", "lightning_utilities", "litdata", "numpy", "tokenizers", "torch", "torchao", "triton", "yaml"
+}  # fmt: skip
 
 
 def one_line(error: BaseException) -> str:
@@ -29,22 +44,51 @@ def one_line(error: BaseException) -> str:
         place = place or next((line.split(": ")[1] for line in str(cause).splitlines() if "full_key" in line), "")
         error, cause = cause, cause.__cause__
     lines = [line.strip() for line in str(cause or error).splitlines()]
-    text = " ".join(line for line in lines if line and not line.startswith(_NOISE)) or type(cause or error).__name__
+    text = (
+        " ".join(line for line in lines if line and not line.startswith(_FOR_PROGRAMS)) or type(cause or error).__name__
+    )
     return f"{place}: {text}" if place and not text.startswith(place) else text
 
 
-def is_mistake_of_user(error: BaseException) -> bool:
-    """Whether a message is enough: bad configs and bad values, missing files. Other errors need a traceback."""
-    if isinstance(error, HydraException) and error.__cause__ is not None and type(error).__name__.startswith("Inst"):
-        return is_mistake_of_user(error.__cause__)
+def is_mistake_in_config(error: BaseException) -> bool:
+    """Whether a message is enough: a bad config or value, a missing file. Other errors need a traceback.
+
+    A `ValueError` of the user's own code is of a kind with ours, so it also counts who raised it.
+    """
+    if type(error).__name__ == "InstantiationException" and error.__cause__ is not None:
+        return is_mistake_in_config(error.__cause__)
     kinds = (HydraException, OmegaConfBaseException, ValueError, OSError, NotImplementedError)
-    return isinstance(error, kinds) or type(error).__name__ == "MisconfigurationException"
+    of_kind = isinstance(error, kinds) or type(error).__name__ == "MisconfigurationException"
+    return of_kind and all(_explains_itself(cause) for cause in _chain(error))
 
 
-def report(error: Exception) -> NoReturn:
-    """Say what went wrong, and exit: code 2 for a mistake of the user, 1 for ours."""
-    if not is_mistake_of_user(error):
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _explains_itself(error: BaseException) -> bool:
+    """Whether an error was raised by us, Hydra or Lightning, and nobody else's code was on the way."""
+    packages = [_package(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = all(package in _EXPLAIN | _PASSED_THROUGH for package in packages)
+    # A file is opened by the standard library for somebody.
+    raised_by = [package for package in packages if package not in sys.stdlib_module_names]
+    return ours and (not raised_by or raised_by[-1] in _EXPLAIN)
+
+
+def _package(frame: FrameType) -> str:
+    name, spec = frame.f_globals.get("__name__", ""), frame.f_globals.get("__spec__")
+    # `python -m lightning_fms.train` is called __main__.
+    return (spec.name if name == "__main__" and spec is not None else name).partition(".")[0]
+
+
+def report(error: Exception, with_traceback: bool = False) -> NoReturn:
+    """Say what went wrong, and exit: code 2 for a mistake in the config, 1 for one in code."""
+    in_config = is_mistake_in_config(error)
+    if with_traceback or not in_config:
         traceback.print_exception(error)
+    if not in_config:
         sys.exit(1)
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
     print(f"fms-train: error{f' on rank {rank}' if rank != '0' else ''}: {one_line(error)}", file=sys.stderr)
@@ -60,10 +104,8 @@ def task(cfg: DictConfig) -> None:
     try:
         train(cfg, list(HydraConfig.get().overrides.task))
     except Exception as error:
-        if cfg.debug.traceback:
-            traceback.print_exc()
         # Not raised on: Hydra would add a line of its own.
-        report(error)
+        report(error, with_traceback=cfg.debug.traceback)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_fms.conf
-from lightning_fms.app import check, devices_asked
+from lightning_fms.app import ROOT, check, devices_asked
 from lightning_fms.config_check import ConfigError
 
 CONF = Path(str(files(lightning_fms.conf)))
@@ -44,6 +44,23 @@ def test_every_experiment_composes_and_fits(experiment: str) -> None:
     assert cfg.name == experiment
 
 
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_smoke_run_is_short_whatever_the_experiment_says(experiment: str) -> None:
+    cfg = composed(f"experiment={experiment}", "debug=smoke")
+    assert (cfg.trainer.max_steps, cfg.trainer.log_every_n_steps, cfg.scheduler.warmup_steps) == (4, 1, 1)
+    assert (cfg.data.val_every_n_steps, cfg.data.val_steps) == (2, 1)
+    assert cfg.debug.traceback
+    assert composed(f"experiment={experiment}", "debug=smoke", "trainer.max_steps=7").trainer.max_steps == 7
+
+
+def test_a_group_that_the_model_does_without_can_be_left_out() -> None:
+    check(composed("experiment=quickstart", "~scheduler", "model.scheduler=null"))
+
+
+def test_a_command_need_not_repeat_the_default_folder() -> None:
+    assert composed().paths.root == ROOT
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_composes_and_fits(option: str) -> None:
     check(composed(option, *(OWN_DATA if option == "data=text" else ())))
@@ -74,7 +91,10 @@ def test_what_the_user_must_give_is_asked_for_by_name() -> None:
         ("optimizer.lr=fast", r"optimizer\.lr=fast: AdamW wants"),
         ("model.net.dim=wide", r"model\.net\.dim=wide: Llama wants a whole number"),
         ("optimizer._target_=torch.optim.AdamX", r"AdamX: cannot be imported"),
-        ("resume=true", "resume=True"),
+        ("+trainer.precision=16-mixed", r"trainer\.precision would have no effect: give precision=<option>"),
+        ("+trainer.strategy=ddp", r"trainer\.strategy would have no effect: give strategy=<option>"),
+        ("+trainer.default_root_dir=x", r"give paths\.root=<folder>"),
+        ("+trainer.callbacks=[]", r"give callbacks=<option>"),
         ("trainer.devices=0", r"trainer\.devices=0: give a number of devices"),
         ("trainer.num_nodes=2", r"trainer\.num_nodes=2: the nodes must be started together; use torchrun"),
     ],

@@ -1,9 +1,11 @@
 """`fms-train`: a run and what it leaves, resuming it, and mistakes that leave nothing."""
 
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 from app_runs import SHORT, call, start
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -83,6 +85,7 @@ def test_resume_from_a_path_makes_a_new_run(monkeypatch) -> None:
         (["experiment=quickstar"], "quickstar"),
         (["data.tokenizer=missing.json"], "missing.json"),
         (["data.sources.code={path: nowhere}"], "nowhere"),
+        (["resume=true"], "resume=True: give auto, null, or the path"),
         (["resume=runs/none"], "resume=runs/none: does not exist"),
         (["model.net.vocab_size=100"], "the tokenizer has 257 ids"),
         (["model.net.n_heads=5"], "n_heads=5"),
@@ -112,6 +115,64 @@ def test_resume_auto_without_any_run_says_so(monkeypatch, capsys) -> None:
 def test_debug_shows_where_a_mistake_was_noticed(monkeypatch, capsys) -> None:
     assert call(monkeypatch, *SHORT, "debug=trace", "model.net.n_heads=5") == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_mistake_in_a_users_folder_costs_nothing(monkeypatch, capsys) -> None:
+    Path("thesis").mkdir()
+    Path("thesis/chapter.tex").write_text("years of work")
+    for place in (".", "thesis"):
+        assert call(monkeypatch, *SHORT, f"paths.run={place}", "model.net.n_heads=5") == 2
+        assert "exists and is no run; give a new or empty folder" in capsys.readouterr().err
+    Path("thesis/empty").mkdir()
+    assert call(monkeypatch, *SHORT, "paths.run=thesis/empty", "model.net.n_heads=5") == 2
+    assert call(monkeypatch, *SHORT, "paths.run=thesis/new/run", "model.net.n_heads=5") == 2
+    assert sorted(str(path) for path in Path().rglob("*")) == ["thesis", "thesis/chapter.tex", "thesis/empty"]
+
+
+def test_a_given_folder_is_resumed_also_if_the_run_ended_before_its_first_checkpoint(monkeypatch, capsys) -> None:
+    again = (*SHORT, "paths.run=mine", "resume=auto", "trainer.max_steps=2")
+    assert call(monkeypatch, *again) == 0
+    out = capsys.readouterr().out
+    assert "fms-train resume=auto paths.run=mine trainer.devices=2 trainer.max_steps=4 " in out
+    rmtree("mine/checkpoints")
+    assert call(monkeypatch, *again) == 0
+    assert "no checkpoint in mine/, so this run starts at step 0" in capsys.readouterr().out
+    assert latest_committed(Path("mine/checkpoints")).name.startswith("step=2")
+    assert call(monkeypatch, *SHORT, "paths.run=mine") == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_the_closing_commands_go_on_with_this_run(monkeypatch, capsys) -> None:
+    endless = [o for o in SHORT if not o.startswith("trainer.max_steps")]
+    endless += ["trainer.max_steps=-1", "+trainer.max_epochs=1", "+data.steps_per_epoch=2", "scheduler.total_steps=10"]
+    assert call(monkeypatch, *endless, "paths.root=elsewhere") == 0
+    out = capsys.readouterr().out
+    assert "fms-train resume=auto paths.root=elsewhere trainer.devices=2 ++trainer.max_epochs=2 " in out
+    assert "tensorboard --logdir elsewhere" in out
+    assert call(monkeypatch, "resume=auto", "paths.root=elsewhere", "++trainer.max_epochs=2") == 0
+    assert "elsewhere/quickstart/001/checkpoints/step=4" in capsys.readouterr().out
+
+
+class Refusing(Callback):
+    """Somebody's code that fails with the kind of error that we use for bad values."""
+
+    def on_train_batch_start(self, *_: object) -> None:
+        int("seven")
+
+
+class Calling(Callback):
+    """Somebody's code that Lightning refuses."""
+
+    def on_train_batch_start(self, trainer: object, module: LightningModule, *_: object) -> None:
+        module.log("x", "no number")
+
+
+@pytest.mark.parametrize("kind", [Refusing, Calling])
+def test_an_error_in_the_users_code_shows_where(kind: type, monkeypatch, capsys) -> None:
+    assert call(monkeypatch, *SHORT, f"+callbacks.own._target_={__name__}.{kind.__name__}") == 1
+    err = capsys.readouterr().err
+    assert err.count("Traceback (most recent call last)") == 1
+    assert "in on_train_batch_start" in err
 
 
 class Broken(Callback):
