@@ -50,9 +50,11 @@ class RootInStep:
         kept = {p: p.grad for group in groups for p in group["params"] if not p.requires_grad}
         for parameter in kept:
             parameter.grad = None
-        yield
-        for parameter, gradient in kept.items():
-            parameter.grad = gradient
+        try:
+            yield
+        finally:
+            for parameter, gradient in kept.items():
+                parameter.grad = gradient
 
     def unshard(self) -> None:
         """Gather the root again, for the rest of the step."""
@@ -61,4 +63,4 @@ class RootInStep:
         self._root.unshard()
         for name, parameter in self._root.named_parameters():  # gathered with the flags of a toggled optimizer
             if not isinstance(parameter, DTensor):
-                parameter.requires_grad_(self._trainable[name])
+                parameter.requires_grad_(self._trainable.get(name, parameter.requires_grad))

@@ -9,8 +9,10 @@ one device there is nothing to gather, and the wrapper costs 5 % of a step. What
   entries, a microsecond a parameter. Backward is included since activation checkpointing runs forward again there.
 - A hook on each bf16 Parameter adds its gradient to the master's fp32 `.grad` and frees it, so micro-batches accumulate
   in fp32 and no second set of gradients exists.
-- The copies are refreshed before they are used if a master changed: after an optimizer step, or by its version counter
-  (loaded, averaged or edited weights).
+- The copies are refreshed before they are used if a master changed: by its version counter, or when told so by
+  `invalidate`. An edit through `.data` moves no version counter (Lightning's weight averaging swaps so): the strategy
+  invalidates at the start of each optimizer step's first micro-batch and around every evaluation. Such an edit between
+  two micro-batches of one step, or two batches of one evaluation, is not seen.
 
 The alternative, an autograd-tracked cast once per step, gives the same gradients; but the module then computes with
 non-leaf tensors that are no Parameters (fused kernels and `torch.compile` look for those), and all micro-batches hang on

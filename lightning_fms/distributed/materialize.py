@@ -48,24 +48,31 @@ class Materializer:
     def fill(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Materialise the tensors that the given modules own themselves (children only if they are listed, too)."""
         for name, module in modules:
-            if on_meta(module, recurse=False) and self._allocate(module):
-                self._initialise(name, module)
+            if on_meta(module, recurse=False):
+                real = [t for t in [*module.parameters(False), *module.buffers(False)] if not t.is_meta]
+                fresh, known = self._allocate(module)
+                if fresh:
+                    self._initialise(name, module, [*real, *known])
 
-    def _allocate(self, module: nn.Module) -> bool:
-        fresh = False
+    def _allocate(self, module: nn.Module) -> tuple[bool, list[torch.Tensor]]:
+        """Whether a tensor is new, and those that have their values already (tied to a module filled before)."""
+        fresh, known, before = False, [], set(self._real)
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():
                 if tensor is None or not tensor.is_meta:
                     continue
-                if tensor not in self._real:
+                if tensor in before:
+                    known.append(self._real[tensor])
+                elif tensor not in self._real:
                     fresh = True
                     empty = torch.empty_like(tensor, device=self._device)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     self._real[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
                 table[key] = self._real[tensor]  # type: ignore[assignment]
-        return fresh
+        return fresh, known
 
-    def _initialise(self, name: str, module: nn.Module) -> None:
+    def _initialise(self, name: str, module: nn.Module, keep: list[torch.Tensor]) -> None:
+        values = [tensor.detach().clone() for tensor in keep]
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=7).digest()
         devices = [self._device] if self._device.type != "cpu" else []
         with (
@@ -74,3 +81,6 @@ class Materializer:
         ):
             torch.manual_seed(int.from_bytes(digest, "big"))
             module.reset_parameters()  # type: ignore[operator]
+        with torch.no_grad():
+            for tensor, value in zip(keep, values, strict=True):
+                tensor.copy_(value)

@@ -5,7 +5,7 @@
 On one device nothing is wrapped; bf16 then means `master.MasterWeights`, with the numerics that FSDP2 has on many.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,13 @@ from lightning_fms.distributed.master import MasterWeights
 from lightning_fms.distributed.materialize import Materializer, check_materializable, on_meta
 from lightning_fms.distributed.mesh import fsdp_mesh
 from lightning_fms.distributed.report import SetupReport
-from lightning_fms.distributed.shard import choose_groups, is_sharded, shard_module, silence_view_warning
+from lightning_fms.distributed.shard import (
+    choose_groups,
+    copy_views_of_groups,
+    is_sharded,
+    shard_module,
+    silence_view_warning,
+)
 
 
 @dataclass(frozen=True)
@@ -45,11 +51,22 @@ class Settings:
 
 @dataclass
 class Placed:
-    """The outcome: a report, the fp32 masters (one device in bf16 only), and whose `forward` was replaced."""
+    """The outcome: a report, the fp32 masters (one device in bf16 only), and what has to be undone."""
 
     report: SetupReport = field(default_factory=SetupReport)
     masters: MasterWeights | None = None
-    patched: list[nn.Module] = field(default_factory=list)
+    forwards: dict[nn.Module, tuple[Any, Any]] = field(default_factory=dict)
+    restore_warnings: Callable[[], None] = lambda: None
+
+    def undo(self) -> None:
+        """Give back the modules' own `forward` and the warnings. A sharded module stays sharded."""
+        for module, (before, ours) in self.forwards.items():
+            if module.__dict__.get("forward") is ours:  # else someone has replaced it since
+                del module.forward
+                if before is not None:
+                    module.forward = before
+        self.forwards.clear()
+        self.restore_warnings()
 
 
 def place(
@@ -76,7 +93,8 @@ def place(
         ValueError: unknown block classes, or `meta` tensors without `reset_parameters`.
     """
     blocks = find_blocks(module, settings.blocks)
-    placed = Placed(SetupReport(blocks=list(blocks)), patched=list(blocks.values()))
+    placed = Placed(SetupReport(blocks=list(blocks)))
+    before = {m: m.__dict__.get("forward") for m in module.modules()}
     report = placed.report
     report.recomputed = activation.checkpoint_blocks(
         blocks, settings.activation_checkpointing, settings.checkpoint_every
@@ -84,12 +102,19 @@ def place(
     if settings.compile is True or (settings.compile == "auto" and device.type == "cuda"):
         report.compiled = compile_blocks(blocks, settings.compile_options, settings.compile_strict, report.notes.append)
     if is_sharded(module):
+        placed.restore_warnings = silence_view_warning()
+        copy_views_of_groups(module)
         report.notes.append("already sharded (by an earlier run, or by `configure_model`): left as it is")
     elif mesh is not None:
         _shard(module, blocks, settings, mesh, device, seed, fsdp_policy, placed)
     else:
         _fill_one_device(module, device, seed)
         placed.masters = MasterWeights(module) if masters else None
+        report.precision = (
+            f": {len(placed.masters)} fp32 masters with bf16 copies" if placed.masters is not None else ""
+        )
+    after = {m: m.__dict__.get("forward") for m in before}
+    placed.forwards = {m: (before[m], after[m]) for m in before if after[m] is not before[m]}
     return placed
 
 
@@ -105,8 +130,7 @@ def _shard(
 ) -> None:
     check_materializable(module)
     groups, notes = choose_groups(module, blocks)
-    placed.patched += list(groups.values())
-    silence_view_warning()
+    placed.restore_warnings = silence_view_warning()
     shard_module(
         module,
         groups,

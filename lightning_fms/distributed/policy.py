@@ -10,12 +10,12 @@
 sees stays fp32. A module has to be clean about dtypes, as under `bf16-true`; floating point batch entries are cast.
 """
 
+from typing import Any
+
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.distributed.fsdp import MixedPrecisionPolicy
-
-from typing import Any  # isort: skip
 
 
 class BF16Mixed(Precision):
@@ -26,10 +26,6 @@ class BF16Mixed(Precision):
     """
 
     precision = "bf16-mixed"
-
-    def convert_input(self, data: Any) -> Any:
-        """Cast fp32 tensors of a batch to bf16, the dtype that the parameters are computed in."""
-        return apply_to_collection(data, torch.Tensor, lambda t: t.bfloat16() if t.dtype == torch.float32 else t)
 
 
 def accept(plugin: Precision) -> Precision:
@@ -48,6 +44,13 @@ def accept(plugin: Precision) -> Precision:
 def computes_in_bf16(plugin: Precision) -> bool:
     """Whether the rule of fp32 masters and bf16 copies applies."""
     return str(plugin.precision) == "bf16-mixed"
+
+
+def cast_batch(plugin: Precision, batch: Any) -> Any:
+    """A batch with its fp32 tensors in bf16 where parameters are computed in it; else as it is."""
+    if not computes_in_bf16(plugin):
+        return batch
+    return apply_to_collection(batch, torch.Tensor, lambda t: t.bfloat16() if t.dtype == torch.float32 else t)
 
 
 def fsdp_policy(plugin: Precision) -> MixedPrecisionPolicy:

@@ -9,9 +9,10 @@ forward methods of their own. Before a group is sharded it is materialised (if i
 rank 0's copy (if it was not): initial weights never depend on the number of ranks, and replicas cannot start apart.
 """
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -101,20 +102,39 @@ def _unaliased(forward: Callable[..., Any]) -> Callable[..., Any]:
     return unaliased
 
 
-def silence_view_warning() -> None:
-    """FSDP warns about views at each forward. Groups return none (see above), and the root is safe by its loss."""
+def copy_views_of_groups(root: nn.Module) -> list[nn.Module]:
+    """Wrap the `forward` of each group below the root as `shard_module` does, on a module that is sharded already."""
+    groups: list[nn.Module] = [group for group in fsdp_modules(root) if group is not root]  # type: ignore[misc]
+    for group in groups:
+        group.forward = _unaliased(group.forward)
+    return groups
+
+
+def silence_view_warning() -> Callable[[], None]:
+    """FSDP warns about views at each forward. Groups return none (see above), and the root is safe by its loss.
+
+    Returns what undoes it.
+    """
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    entry = warnings.filters[0]
+
+    def undo() -> None:
+        with contextlib.suppress(ValueError):  # someone else reset them
+            warnings.filters.remove(entry)  # type: ignore[attr-defined]
+            warnings._filters_mutated()  # type: ignore[attr-defined]
+
+    return undo
 
 
 def _fill_or_copy(
     members: Iterable[nn.Module], names: Mapping[nn.Module, str], device: torch.device, materializer: Materializer
 ) -> None:
     for member in members:
+        member._apply(lambda t: t if t.is_meta else t.to(device), recurse=False)
+        own = [*member.parameters(recurse=False), *member.buffers(recurse=False)]
+        copy_from_rank_zero(tensor for tensor in own if not tensor.is_meta)
         if on_meta(member, recurse=False):
             materializer.fill([(names[member], member)])
-        else:
-            member._apply(lambda t: t.to(device), recurse=False)
-            copy_from_rank_zero([*member.parameters(recurse=False), *member.buffers(recurse=False)])
 
 
 def copy_from_rank_zero(tensors: Iterable[torch.Tensor]) -> None:
@@ -140,3 +160,36 @@ def reshard(module: nn.Module) -> None:
     """Free every unsharded parameter; the module then shows its shards. Does nothing where they are sharded."""
     for group in fsdp_modules(module):
         group.reshard()
+
+
+def drop_held_gradients(module: nn.Module, parameters: Collection[torch.Tensor] | None = None) -> None:
+    """Forget gradients that were held back for a reduction that never came (a window given up half-way).
+
+    Args:
+        module: the root.
+        parameters: sharded parameters that are concerned; None is all.
+    """
+    for parameter in _fsdp_parameters(module, parameters):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def mark_changed(module: nn.Module, parameters: Collection[torch.Tensor] | None = None) -> None:
+    """Tell autograd that gathered weights will differ: a graph older than the change raises in backward, as in eager.
+
+    An all-gather writes new values into the same tensors without moving their version counters.
+
+    Args:
+        module: the root, resharded.
+        parameters: sharded parameters that changed; None is all.
+    """
+    for parameter in _fsdp_parameters(module, parameters):
+        if hasattr(parameter, "_unsharded_param"):
+            torch.autograd.graph.increment_version(parameter._unsharded_param)
+
+
+def _fsdp_parameters(module: nn.Module, chosen: Collection[torch.Tensor] | None) -> Iterator[Any]:
+    for group in fsdp_modules(module):
+        for held in group._get_fsdp_state()._fsdp_param_groups:
+            yield from (p for p in held.fsdp_params if chosen is None or p.sharded_param in chosen)

@@ -11,10 +11,9 @@ On one device nothing is wrapped and no process group exists. This file only con
 module of its name.
 """
 
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,19 +25,18 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lightning_fms.distributed import commit, policy, restore, rng, state
+from lightning_fms.distributed import commit, policy, restore, rng, shard, state
 from lightning_fms.distributed.launcher import InProcessLauncher, ProcessLauncher
 from lightning_fms.distributed.manual import RootInStep
 from lightning_fms.distributed.master import MasterWeights
 from lightning_fms.distributed.mesh import MeshShape, build_mesh, check_mesh_arguments, resolve_mesh
 from lightning_fms.distributed.place import Placed, Settings, place
 from lightning_fms.distributed.report import SetupReport
-from lightning_fms.distributed.shard import fsdp_modules, reshard
 
-log = logging.getLogger(__name__)
 RUN_SEED = "run_seed"  # key in a checkpoint's plain state
 
 
@@ -93,15 +91,9 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         check_mesh_arguments(replicate, shard)
         if checkpoint_format not in ("sharded", "consolidated"):
             raise ValueError(f"checkpoint_format={checkpoint_format!r}: give 'sharded' or 'consolidated'")
+        recomputed = activation_checkpointing, checkpoint_every
         self._settings = Settings(
-            None if blocks is None else list(blocks),
-            compile,
-            compile_strict,
-            compile_options,
-            activation_checkpointing,
-            checkpoint_every,
-            reshard_after_forward,
-            cpu_offload,
+            blocks, compile, compile_strict, compile_options, *recomputed, reshard_after_forward, cpu_offload
         )
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._replicate, self._shard = replicate, shard
@@ -181,30 +173,19 @@ class FSDPCompileStrategy(ModelParallelStrategy):
                 callback.transform_module(module)
         self.model = module = self.precision_plugin.convert_module(module)
         self._seed = self._agree_on_seed()
-        self._placed = place(
-            module,
-            self._settings,
-            self.device_mesh if self._wraps else None,
-            self.root_device,
-            self._seed,
-            policy.fsdp_policy(self.precision_plugin),
-            policy.computes_in_bf16(self.precision_plugin),
-        )
+        plugin, mesh = self.precision_plugin, self.device_mesh if self._wraps else None
+        rule, masters = policy.fsdp_policy(plugin), policy.computes_in_bf16(plugin)
+        self._placed = place(module, self._settings, mesh, self.root_device, self._seed, rule, masters)
         self._root = RootInStep(module)
-        self._describe()
+        self.report = self._placed.report
+        self.report.mesh, self.report.precision = str(self.mesh_shape), f"{plugin.precision}{self.report.precision}"
         self._forbid_inference_mode(trainer)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         for line in self.report.lines():
-            log.info(line)
-
-    def _describe(self) -> None:
-        self.report = self._placed.report
-        self.report.mesh, self.report.precision = str(self.mesh_shape), str(self.precision_plugin.precision)
-        if self._masters is not None:
-            self.report.precision += f": {len(self._masters)} fp32 masters with bf16 copies"
+            rank_zero_info(line)
 
     def _agree_on_seed(self) -> int:
         own = int(os.environ.get("PL_GLOBAL_SEED") or int.from_bytes(os.urandom(7), "big"))
@@ -225,9 +206,10 @@ class FSDPCompileStrategy(ModelParallelStrategy):
 
     def teardown(self) -> None:
         """Give the module back without our forwards and compute copies. A sharded module stays sharded."""
-        for block in self._placed.patched:
-            block.__dict__.pop("forward", None)
+        self._placed.undo()
         self._placed = Placed()
+        if self.model is not None:
+            shard.drop_held_gradients(self.model)
         super().teardown()
 
     # ---- steps
@@ -237,6 +219,8 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         step = self.lightning_module.trainer.global_step
         self._micro_batch = (step, self._micro_batch[1] + 1 if self._micro_batch[0] == step else 0)
+        if self._micro_batch[1] == 0:
+            self._invalidate()  # edits through `.data` move no version counter
         rng.seed_micro_batch(self._seed, *self._micro_batch, self.distributed_sampler_kwargs["rank"])
         self._in_training_step = True
         if not self.lightning_module.automatic_optimization:
@@ -247,6 +231,10 @@ class FSDPCompileStrategy(ModelParallelStrategy):
             self._in_training_step = False
             if not self.lightning_module.automatic_optimization:
                 self._reshard()
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Move a batch; floats are cast where the module computes in bf16."""
+        return policy.cast_batch(self.precision_plugin, super().batch_to_device(batch, *args, **kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """One validation batch."""
@@ -273,10 +261,12 @@ class FSDPCompileStrategy(ModelParallelStrategy):
     def _masters(self) -> MasterWeights | None:
         return self._placed.masters
 
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        with self._masters.active() if self._masters is not None else ExitStack():
-            yield
+    def _invalidate(self) -> None:
+        if self._masters is not None:
+            self._masters.invalidate()
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        return self._masters.active() if self._masters is not None else nullcontext()
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Backward; under manual optimization it runs inside the step, where FSDP's root has to be told."""
@@ -302,38 +292,43 @@ class FSDPCompileStrategy(ModelParallelStrategy):
 
             return super().optimizer_step(optimizer, then_show_stored_weights, model, **kwargs)
 
-    def _after_optimizer_step(self, *_: Any) -> None:
-        if self._masters is not None:
-            self._masters.invalidate()
-        self._reshard()  # a group that a forward without backward left gathered holds old weights
+    def _after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        self._weights_changed({p for p in stepped if p.grad is not None})
+        if self.model is not None:
+            shard.drop_held_gradients(self.model, stepped)
         if self._in_training_step:
             self._root.unshard()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Gradients of this backward stay on their rank, to be reduced with a later one."""
-        if not self._accumulate_without_reduce:
-            yield
-            return
-        self._set_gradient_sync(False)
+        assert self.model is not None
+        groups = list(shard.fsdp_modules(self.model)) if self._accumulate_without_reduce else []
+        for group in groups:
+            group.set_requires_gradient_sync(False, recurse=False)
         try:
             yield
         finally:
-            self._set_gradient_sync(True)
+            for group in groups:
+                group.set_requires_gradient_sync(True, recurse=False)
 
-    def _set_gradient_sync(self, enabled: bool) -> None:
-        assert self.model is not None
-        for group in fsdp_modules(self.model):
-            group.set_requires_gradient_sync(enabled, recurse=False)
+    def _weights_changed(self, parameters: set[torch.Tensor] | None = None) -> None:
+        self._invalidate()
+        self._reshard()  # a group that a forward without backward left gathered holds old weights
+        if self.model is not None:
+            shard.mark_changed(self.model, parameters)
 
     def _reshard(self) -> None:
         if self.model is not None:
-            reshard(self.model)
+            shard.reshard(self.model)
 
     def on_validation_end(self) -> None:
-        """Evaluation without backward leaves the root gathered; free it, or the next step would use it."""
+        """Evaluation leaves the root gathered, and callbacks swap weights around it: the next step looks again."""
         self._reshard()
+        self._invalidate()
 
+    on_validation_start = on_test_start = on_predict_start = on_validation_end
     on_test_end = on_predict_end = on_validation_end
 
     # ---- checkpoints
@@ -343,10 +338,12 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         """The module as checkpoints see it: fp32 masters or shards, also in the middle of a step."""
         assert self.model is not None
         self._reshard()
-        with self._masters.exposed() if self._masters is not None else ExitStack():
-            yield self.model
-        if self._in_training_step:
-            self._root.unshard()
+        try:
+            with self._masters.exposed() if self._masters is not None else nullcontext():
+                yield self.model
+        finally:
+            if self._in_training_step:
+                self._root.unshard()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights under clean names, as shards (or whole, for 'consolidated'; rank 0 only)."""
@@ -388,12 +385,16 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         with self._stored_weights() as module:
             strict = self.lightning_module.strict_loading  # type: ignore[union-attr]
             rest = restore.load(path, module, self.optimizers, strict, weights_only)
-        if self._masters is not None:
-            self._masters.invalidate()
+        self._weights_changed()
+        if hasattr(self.precision_plugin, "on_weights_loaded"):  # e.g. scales that are kept of them
+            self.precision_plugin.on_weights_loaded(self.model)
         self._seed = int(rest.pop(RUN_SEED, self._seed))
         return rest
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint, folder or file, on rank 0; a crash leaves no half of it under its name."""
-        if self.is_global_zero:
-            commit.remove(Path(filepath))
+        try:
+            if self.is_global_zero:
+                commit.remove(Path(filepath))
+        except OSError as error:  # on one rank, in the middle of training
+            rank_zero_warn(f"cannot remove the checkpoint {filepath}: {error}")
