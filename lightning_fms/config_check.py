@@ -120,6 +120,8 @@ def described(hint: Any) -> str:
         return " or ".join(described(choice) for choice in arguments)
     if origin is Literal:
         return " or ".join(repr(choice) for choice in arguments)
+    if origin in (dict, Mapping):
+        return "a mapping, written '{name: value}'"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
     return names.get(hint) or str(hint if origin else getattr(hint, "__name__", hint))
 

@@ -161,8 +161,8 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimizer step in a checkpoint's name, `step=<N>`; -1 if there is none."""
-    match = re.search(r"step=(\d+)", checkpoint.name)
+    """The optimizer step in a checkpoint's name, `step-<N>`; -1 if there is none."""
+    match = re.search(r"step[-=](\d+)", checkpoint.name)
     return int(match[1]) if match else -1
 
 

@@ -18,6 +18,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_fms.override_hints import explain
+
 CONFIG_PATH, CONFIG_NAME, VERSION_BASE = "pkg://lightning_fms.conf", "train", "1.3"
 # Said in Hydra's messages for programs, of no use to people.
 _FOR_PROGRAMS = (
@@ -114,6 +116,9 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         task()
+    except HydraException as error:
+        overrides = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
+        report(HydraException(explain(one_line(error), overrides)))
     except Exception as error:
         report(error)
 

@@ -12,7 +12,8 @@ class StepCheckpoint(ModelCheckpoint):
     """`ModelCheckpoint` by optimizer step.
 
     Args:
-        dirpath: folder of the checkpoints, each named `step=<N>`. `None` = Lightning's choice, in the logger's folder.
+        dirpath: folder of the checkpoints, each named `step-<N>`: a `=` in a name cannot be
+            typed as a Hydra override. `None` = Lightning's choice, in the logger's folder.
         every_n_steps: optimizer steps between two checkpoints.
         keep: how many of the newest stay; -1 keeps all. 2, so that one is left if the newest turns out to be damaged.
 
@@ -27,7 +28,8 @@ class StepCheckpoint(ModelCheckpoint):
             raise ValueError(f"{keep=}: must be at least 1, or -1 to keep all")
         super().__init__(
             dirpath=dirpath,
-            filename="{step}",
+            filename="step-{step}",
+            auto_insert_metric_name=False,
             monitor="step",
             mode="max",
             save_top_k=keep,

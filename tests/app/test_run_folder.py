@@ -28,7 +28,7 @@ def make_run(root: Path, name: str, started: str, *steps: int) -> Path:
     OmegaConf.save(OmegaConf.create(record), run / RECORD)
     for step in steps:
         (run / "checkpoints").mkdir(exist_ok=True)
-        torch.save({"weight": torch.ones(1000)}, run / "checkpoints" / f"step={step}.ckpt")
+        torch.save({"weight": torch.ones(1000)}, run / "checkpoints" / f"step-{step}.ckpt")
     return run
 
 
@@ -63,8 +63,8 @@ def test_the_newest_run_with_a_checkpoint_is_found_by_name_or_among_all(tmp_path
     make_run(tmp_path, "a", "2026-01-04T00:00:00")
     reserve(tmp_path, "a")
     other = make_run(tmp_path, "b", "2026-01-01T00:00:00", 1)
-    assert find(tmp_path, "a") == (first, first / "checkpoints" / "step=20.ckpt")
-    assert find(tmp_path, "b") == (other, other / "checkpoints" / "step=1.ckpt")
+    assert find(tmp_path, "a") == (first, first / "checkpoints" / "step-20.ckpt")
+    assert find(tmp_path, "b") == (other, other / "checkpoints" / "step-1.ckpt")
     assert find(tmp_path, None) == find(tmp_path, "a")
     assert find(tmp_path, "c") is None
     assert attempts(first)[-1]["overrides"] == ["name=a"]
@@ -72,12 +72,12 @@ def test_the_newest_run_with_a_checkpoint_is_found_by_name_or_among_all(tmp_path
 
 def test_a_folder_that_was_never_committed_is_no_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path, "a", "2026-01-01")
-    (run / "checkpoints" / "step=9.ckpt").mkdir(parents=True)
+    (run / "checkpoints" / "step-9.ckpt").mkdir(parents=True)
     assert newest_checkpoint(run) is None
     with pytest.raises(ValueError, match="no valid checkpoint"):
         locate(run)
     with pytest.raises(ValueError, match="is no complete checkpoint"):
-        locate(run / "checkpoints" / "step=9.ckpt")
+        locate(run / "checkpoints" / "step-9.ckpt")
     with pytest.raises(ValueError, match="does not exist"):
         locate(tmp_path / "nothing")
 
@@ -128,7 +128,7 @@ def test_what_a_killed_start_left_is_taken_again_by_a_restart_only(tmp_path: Pat
 
 def test_a_damaged_file_is_passed_over_for_the_next_older_one(tmp_path: Path, capsys) -> None:
     run = make_run(tmp_path, "a", "2026-01-01", 1, 2, 3)
-    one, two, three = (run / "checkpoints" / f"step={step}.ckpt" for step in (1, 2, 3))
+    one, two, three = (run / "checkpoints" / f"step-{step}.ckpt" for step in (1, 2, 3))
     whole = bytearray(two.read_bytes())
     three.write_bytes(whole[: len(whole) // 2])
     whole[whole.find(bytes(torch.ones(8).numpy().tobytes()))] ^= 1

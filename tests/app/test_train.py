@@ -39,7 +39,7 @@ def test_a_run_trains_shows_and_keeps_everything(monkeypatch, capsys) -> None:
         assert shown in out
     run = Path("runs/quickstart/001")
     assert {path.name for path in run.iterdir()} >= {"run.yaml", "config.yaml", "checkpoints", "tensorboard"}
-    assert latest_committed(run / "checkpoints").name.startswith("step=4")
+    assert latest_committed(run / "checkpoints").name.startswith("step-4")
     assert len(scalars(str(run), "loss")) == 4
     for tag in ("val_loss", "grad_norm", "memory_gib", "data/code/share", "tokens_per_second"):
         assert scalars(str(run), tag)
@@ -59,10 +59,10 @@ def test_resume_auto_goes_on_in_the_same_folder_with_the_settings_of_the_run(mon
     assert call(monkeypatch, *SHORT) == 0
     assert call(monkeypatch, "resume=auto", "trainer.max_steps=6") == 0
     out = capsys.readouterr().out
-    assert "goes on from runs/quickstart/001/checkpoints/step=4" in out
+    assert "goes on from runs/quickstart/001/checkpoints/step-4" in out
     assert [path.name for path in Path("runs/quickstart").iterdir()] == ["001"]
     assert set(scalars("runs/quickstart/001", "loss")) == set(range(6))
-    assert latest_committed(Path("runs/quickstart/001/checkpoints")).name.startswith("step=6")
+    assert latest_committed(Path("runs/quickstart/001/checkpoints")).name.startswith("step-6")
 
 
 def test_resume_auto_with_an_experiment_that_never_ran_starts_it(monkeypatch, capsys) -> None:
@@ -137,7 +137,7 @@ def test_a_given_folder_is_resumed_also_if_the_run_ended_before_its_first_checkp
     rmtree("mine/checkpoints")
     assert call(monkeypatch, *again) == 0
     assert "no checkpoint in mine/, so this run starts at step 0" in capsys.readouterr().out
-    assert latest_committed(Path("mine/checkpoints")).name.startswith("step=2")
+    assert latest_committed(Path("mine/checkpoints")).name.startswith("step-2")
     assert call(monkeypatch, *SHORT, "paths.run=mine") == 2
     assert "holds a run already" in capsys.readouterr().err
 
@@ -150,7 +150,7 @@ def test_the_closing_commands_go_on_with_this_run(monkeypatch, capsys) -> None:
     assert "fms-train resume=auto paths.root=elsewhere trainer.devices=2 ++trainer.max_epochs=2 " in out
     assert "tensorboard --logdir elsewhere" in out
     assert call(monkeypatch, "resume=auto", "paths.root=elsewhere", "++trainer.max_epochs=2") == 0
-    assert "elsewhere/quickstart/001/checkpoints/step=4" in capsys.readouterr().out
+    assert "elsewhere/quickstart/001/checkpoints/step-4" in capsys.readouterr().out
 
 
 class Refusing(Callback):

@@ -153,7 +153,7 @@ def test_checkpoints_are_named_by_step_the_last_step_among_them_and_the_oldest_g
     checkpoint = StepCheckpoint(str(tmp_path / "checkpoints"), every_n_steps=2, keep=2)
     fit = trainer(tmp_path, checkpoint, enable_checkpointing=True, max_steps=7)
     fit.fit(tiny_module(), datamodule=RandomTokens())
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step=6.ckpt", "step=7.ckpt"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-6.ckpt", "step-7.ckpt"]
 
 
 def test_a_run_resumed_at_its_end_saves_nothing_twice(tmp_path) -> None:
@@ -164,8 +164,8 @@ def test_a_run_resumed_at_its_end_saves_nothing_twice(tmp_path) -> None:
         )
 
     fit(None)
-    fit(tmp_path / "checkpoints" / "step=4.ckpt")
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step=4.ckpt"]
+    fit(tmp_path / "checkpoints" / "step-4.ckpt")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-4.ckpt"]
 
 
 @pytest.mark.parametrize("arguments", [{"every_n_steps": 0}, {"keep": 0}, {"keep": -2}])

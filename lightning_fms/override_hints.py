@@ -1,0 +1,70 @@
+"""What to type instead of an override that Hydra refuses.
+
+Hydra's own advice for a misspelled key is to append it, which makes a second key that nothing reads; for a value with a `=` in
+it, a link to a grammar. Here the same mistakes get the key that was meant, or the quotes that are missing.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+_REFUSED = re.compile(r"Could not override '([^']+)'")
+
+
+def explain(message: str, overrides: Sequence[str]) -> str:
+    """Return a message about the override at fault, or `message` where there is nothing better to say.
+
+    Args:
+        message: Hydra's, in one line.
+        overrides: the words of the command line that are overrides.
+    """
+    for override in overrides:
+        try:
+            OverridesParser.create().parse_overrides([override])
+        except HydraException:
+            key, _, value = override.partition("=")
+            return f"{override}: the value is no plain word; put quotes around it: \"{key}='{value}'\""
+    refused = _REFUSED.search(message)
+    return f"{refused[1]}: {_meant(refused[1], overrides)}" if refused else message
+
+
+def _meant(key: str, overrides: Sequence[str]) -> str:
+    config = _composed([override for override in overrides if _chooses_group(override)])
+    keys = list(_keys(OmegaConf.to_container(config, resolve=False)))
+    if key == "data.sources":
+        return (
+            "this data config has sources of its own; for yours, type "
+            "data=text 'data.sources={name: /path/*.jsonl}' data.tokenizer=bytes"
+        )
+    if key in keys:
+        return f"takes no other names than it has; add one by +{key}.<name>=<value>, remove one by ~{key}.<name>"
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+    return f"no such key; did you mean {near[0]}?" if near else f"no such key; +{key}=<value> would add it"
+
+
+def _chooses_group(override: str) -> bool:
+    key = override.partition("=")[0]
+    return "." not in key and not key.startswith(("+", "~")) and key not in ("name", "seed", "resume", "meta_init")
+
+
+def _composed(choices: list[str]) -> DictConfig:
+    GlobalHydra.instance().clear()
+    with initialize_config_module("lightning_fms.conf", version_base="1.3"):
+        try:
+            return compose("train", overrides=choices)
+        except HydraException:
+            return compose("train")
+
+
+def _keys(config: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(config, dict):
+        for name, value in config.items():
+            yield f"{prefix}{name}"
+            yield from _keys(value, f"{prefix}{name}.")
