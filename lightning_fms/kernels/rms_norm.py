@@ -52,7 +52,7 @@ def rms_norm(
         raise ValueError(f"weight {None if weight is None else tuple(weight.shape)} does not fit x {tuple(x.shape)}")
     if out_dtype is None:
         out_dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-    y = torch.ops.lightning_fms.rms_norm(x.reshape(-1, x.shape[-1]), weight, float(eps), out_dtype, backend)[0]
+    y = torch.ops.lightning_fms.rms_norm.default(x.reshape(-1, x.shape[-1]), weight, float(eps), out_dtype, backend)[0]
     return y.reshape(x.shape)
 
 
@@ -214,7 +214,18 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("lightning_fms::rms_norm", mutates_args=())
+# Registered by hand: `torch.library.custom_op` goes through more layers of Python in each call (docs/kernels.md).
+_LIBRARY = torch.library.Library("lightning_fms", "FRAGMENT")
+_LIBRARY.define(
+    "rms_norm(Tensor x, Tensor? weight, float eps, ScalarType out_dtype, str backend) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.define(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor inverse, str backend) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
 def _forward_op(
     x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -223,7 +234,7 @@ def _forward_op(
     return rms_norm_reference(x, weight, eps, out_dtype)
 
 
-@_forward_op.register_fake
+@torch.library.register_fake("lightning_fms::rms_norm", lib=_LIBRARY)
 def _forward_fake(
     x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -233,7 +244,6 @@ def _forward_fake(
     )
 
 
-@torch.library.custom_op("lightning_fms::rms_norm_backward", mutates_args=())
 def _backward_op(
     grad: Tensor, x: Tensor, weight: Tensor | None, inverse: Tensor, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -244,7 +254,7 @@ def _backward_op(
     return grad_x.contiguous(), grad_w
 
 
-@_backward_op.register_fake
+@torch.library.register_fake("lightning_fms::rms_norm_backward", lib=_LIBRARY)
 def _backward_fake(
     grad: Tensor, x: Tensor, weight: Tensor | None, inverse: Tensor, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -254,16 +264,37 @@ def _backward_fake(
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, _, ctx.backend = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, weight, output[1])
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        y, inverse = _below_autograd(*inputs)
+        x, weight, _, _, ctx.backend = inputs
+        ctx.mark_non_differentiable(inverse)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, inverse)
+        return y, inverse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
+        x, weight, inverse = ctx.saved_tensors
+        grad_x, grad_w = torch.ops.lightning_fms.rms_norm_backward.default(grad, x, weight, inverse, ctx.backend)
+        return grad_x, None if weight is None else grad_w, None, None, None
 
 
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    x, weight, inverse = ctx.saved_tensors
-    grad_x, grad_w = torch.ops.lightning_fms.rms_norm_backward(grad, x, weight, inverse, ctx.backend)
-    return grad_x, None if weight is None else grad_w, None, None, None
+def _below_autograd(*inputs: Any) -> tuple[Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.lightning_fms.rms_norm.default(*inputs)
 
 
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
+def _with_autograd(*inputs: Any) -> tuple[Tensor, Tensor]:
+    x, weight = inputs[:2]
+    needed = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
+    return _RMSNorm.apply(*inputs) if needed else _below_autograd(*inputs)
+
+
+_LIBRARY.impl("rms_norm", _forward_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("rms_norm", _with_autograd, "Autograd")
+_LIBRARY.impl("rms_norm_backward", _backward_op, "CompositeExplicitAutograd")
