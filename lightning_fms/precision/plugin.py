@@ -34,8 +34,8 @@ class FP8Precision(Precision):
         recipe: `tensorwise` (fastest; the default), `rowwise` (robust to outliers), or `rowwise_gw_hp` (most exact: the
             gradient of the weight stays in bf16).
         emulate: compute FP8's rounding in fp32, for machines without FP8 and for tests. Several times slower than bf16.
-        all_gather: gather sharded weights in FP8, half the bytes of bf16; `tensorwise` only, and only where the
-            strategy shards. Off by default: it pays when communication is exposed. Cannot be undone at the end of a
+        all_gather: gather sharded weights in FP8, half the bytes of bf16; `tensorwise` only, and only under
+            `FSDPCompileStrategy`. Off by default: it pays when communication is exposed. Cannot be undone at the end of a
             fit, because the optimizer holds the wrapped weights.
         head: convert the output head too. Off by default: its rounding errors go straight into the loss.
         keep_small: keep layers in bf16 that are too small to gain. Turn it off to convert everything that can be.
