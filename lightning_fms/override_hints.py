@@ -32,13 +32,17 @@ def explain(message: str, overrides: Sequence[str]) -> str:
             key, _, value = override.partition("=")
             return f"{override}: the value is no plain word; put quotes around it: \"{key}='{value}'\""
     refused = _REFUSED.search(message)
-    return f"{refused[1]}: {_meant(refused[1], overrides)}" if refused else message
+    if refused is None:
+        return message
+    key = refused[1]
+    typed = next((override for override in overrides if override.partition("=")[0] == key), key)
+    return f"{typed}: {_meant(key, overrides)}"
 
 
 def _meant(key: str, overrides: Sequence[str]) -> str:
     config = _composed([override for override in overrides if _chooses_group(override)])
     keys = list(_keys(OmegaConf.to_container(config, resolve=False)))
-    if key == "data.sources":
+    if key.startswith("data.sources"):
         return (
             "this data config has sources of its own; for yours, type "
             "data=text 'data.sources={name: /path/*.jsonl}' data.tokenizer=bytes"
