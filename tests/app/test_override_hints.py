@@ -8,7 +8,7 @@ from lightning_fms.override_hints import explain
 @pytest.mark.parametrize(
     ("message", "overrides", "words"),
     [
-        ("Could not override 'data.seqlen'. To append", ["data.seqlen=3"], "data.seqlen=3: no such key; did you mean data.seq_len?"),
+        ("Could not override 'data.seqlen'.", ["data.seqlen=3"], "data.seqlen=3: no such key; did you mean data.seq_len?"),
         ("Could not override 'trainer.max_stps'.", ["experiment=quickstart"], "did you mean trainer.max_steps?"),
         ("Could not override 'data.sources'.", ["experiment=quickstart"], "data=text 'data.sources={name: /path"),
         ("Could not override 'data.sources.code'.", ["data.sources.code={path: a}"], "code={path: a}: this data config has"),
