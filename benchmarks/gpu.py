@@ -228,7 +228,7 @@ def _corpus() -> Iterator[str]:
         for file, size in enumerate(source.listing.sizes):
             try:
                 window = source.window(file, 0, int(size))
-                for start, length in zip(window.starts, window.lengths, strict=True):
+                for start, length in zip(window.starts, window.refs, strict=True):
                     yield str(source.read(file, int(start), int(length)))
             except ValueError:  # a file that is no Python on purpose, in somebody's standard library
                 continue

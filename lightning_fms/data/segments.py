@@ -96,20 +96,20 @@ class Segment:
         return int(self._first_window[-1])
 
     def find(self, position: int) -> tuple[int, int, int, int] | None:
-        """Return the first document at or after a position: `(position, file, start, length)`; `None` at the end."""
+        """Return the first document at or after a position: `(position, file, start, ref)`; `None` at the end."""
         window, index = position >> _INDEX_BITS, position & _INDEX_MASK
         while window < self.windows:
             self._open(window)
             if index < len(self._order):
                 document = self._order[index]
                 start = self._base + int(self._documents.starts[document])
-                return (window << _INDEX_BITS) | index, self._file, start, int(self._documents.lengths[document])
+                return (window << _INDEX_BITS) | index, self._file, start, int(self._documents.refs[document])
             window, index = window + 1, 0
         return None
 
-    def read(self, file: int, start: int, length: int) -> Document:
+    def read(self, file: int, start: int, ref: int) -> Document:
         """Read a document that `find` returned."""
-        return self._source.read(file, start, length)
+        return self._source.read(file, start, ref)
 
     def _open(self, window: int) -> None:
         """Load the offsets of a window and the order of its documents."""

@@ -200,9 +200,9 @@ class Stream:
                 positions[source] = 0
                 self.row[columns.window][source] = self.recipe.shuffle_window
                 continue
-            position, file, start, length = found
+            position, file, start, ref = found
             positions[source] = position + 1
-            self._tokens = self._encode(name, segment_, file, start, length)
+            self._tokens = self._encode(name, segment_, file, start, ref)
             if len(self._tokens):
                 self.row[columns.flight] = (source, epochs[source], position, window, 0)
                 return True
@@ -227,9 +227,12 @@ class Stream:
         if self.row[self._columns.flight_offset] >= len(self._tokens):
             self.row[self._columns.flight] = NO_FLIGHT  # shorter than it was: `max_document_tokens` or `eos` changed
 
-    def _encode(self, name: str, segment_: Segment, file: int, start: int, length: int) -> np.ndarray:
+    def _encode(self, name: str, segment_: Segment, file: int, start: int, ref: int) -> np.ndarray:
         try:
-            return self.recipe.encode(segment_.read(file, start, length))
+            document = segment_.read(file, start, ref)
+            if not isinstance(document, (str, np.ndarray)):
+                raise DocumentError(f"a {type(document).__name__} is neither text nor tokens; set text_key")
+            return self.recipe.encode(document)
         except DocumentError as error:
             raise DocumentError(f"source {name!r}: {error}") from None
 

@@ -20,7 +20,7 @@ def all_documents(source: Source) -> list:
         window = source.window(file, 0, size)
         found += [
             source.read(file, int(start), int(length))
-            for start, length in zip(window.starts, window.lengths, strict=True)
+            for start, length in zip(window.starts, window.refs, strict=True)
         ]
     return found
 
@@ -106,7 +106,7 @@ def test_a_file_cut_after_the_listing_is_an_error(tmp_path: Path, make: Callable
     with pytest.raises(DocumentError, match=words):
         source.window(0, 0, size)
     with pytest.raises(DocumentError, match=words):
-        source.read(0, int(window.starts[-1]), int(window.lengths[-1]))
+        source.read(0, int(window.starts[-1]), int(window.refs[-1]))
 
 
 def test_a_line_that_was_cut_behind_its_window_is_an_error(tmp_path: Path) -> None:

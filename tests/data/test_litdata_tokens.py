@@ -58,7 +58,7 @@ def documents(source: LitdataTokens, cuts: list[int] | None = None) -> list[list
         for start, stop in itertools.pairwise(edges):
             window = source.window(file, start, stop)
             assert np.all(window.starts < stop - start)
-            for first, length in zip(window.starts.tolist(), window.lengths.tolist(), strict=True):
+            for first, length in zip(window.starts.tolist(), window.refs.tolist(), strict=True):
                 found.append(source.read(file, start + first, length).tolist())
     return found
 

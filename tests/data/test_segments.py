@@ -48,7 +48,7 @@ def all_of(source: Text) -> set[tuple[int, int, int]]:
     for file, size in enumerate(source.listing.sizes.tolist()):
         if size:
             window = source.window(file, 0, size)
-            found |= set(zip([file] * len(window.starts), window.starts.tolist(), window.lengths.tolist(), strict=True))
+            found |= set(zip([file] * len(window.starts), window.starts.tolist(), window.refs.tolist(), strict=True))
     return found
 
 

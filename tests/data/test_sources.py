@@ -24,9 +24,9 @@ def documents(source: Source, cuts: list[int] | None = None, file: int = 0) -> l
     found = []
     for start, stop in itertools.pairwise(edges):
         window = source.window(file, start, stop)
-        assert window.starts.dtype == window.lengths.dtype == np.uint32
+        assert window.starts.dtype == window.refs.dtype == np.uint32
         assert np.all(window.starts < stop - start)
-        for first, length in zip(window.starts.tolist(), window.lengths.tolist(), strict=True):
+        for first, length in zip(window.starts.tolist(), window.refs.tolist(), strict=True):
             text = source.read(file, start + first, length)
             assert isinstance(text, str)
             found.append((start + first, text))
@@ -161,7 +161,7 @@ def test_a_file_without_any_newline_is_one_document_found_in_linear_time(tmp_pat
     start = time.perf_counter()
     window = source.window(0, 0, size)
     assert time.perf_counter() - start < 2  # once through the file; from every mark anew would be 8 GB
-    assert (window.starts.tolist(), window.lengths.tolist()) == ([0], [size])
+    assert (window.starts.tolist(), window.refs.tolist()) == ([0], [size])
     rest = documents(source, list(range(0, size, 4 << 20)))
     assert [(first, len(text)) for first, text in rest] == [(0, size)]
 

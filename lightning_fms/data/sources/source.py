@@ -1,6 +1,7 @@
 """The protocol that every format implements, and the errors they raise."""
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -12,24 +13,26 @@ class DocumentError(ValueError):
 
 
 class Window(NamedTuple):
-    """Documents whose first byte lies in a byte range of one fragment, in file order.
+    """Documents whose address lies in a byte range of one file, in file order.
 
-    starts: uint32, first bytes, relative to the range. lengths: uint32, bytes of each document.
+    starts: uint32, addresses, relative to the range: the first byte of a document. In formats without byte addresses (a row
+    group, a compressed file) row `i` of `n` has the address that is the same fraction of the bytes.
+    refs: uint32, what else `read` needs: the bytes of a document where it is read by byte, its row where it is read by row.
     """
 
     starts: np.ndarray
-    lengths: np.ndarray
+    refs: np.ndarray
 
 
-Document = str | np.ndarray
-"""Text to be tokenized, or a 1-D integer array of tokens."""
+Document = str | np.ndarray | Mapping[str, Any] | bytes
+"""Text to be tokenized, a 1-D integer array of tokens; or, for `packing="none"`, a whole record (its fields by name) or file."""
 
 
 @runtime_checkable
 class Source(Protocol):
     """A format: where documents start, and what they say.
 
-    A document belongs to the byte range that holds its first byte, so any cut of a file into ranges gives each document to
+    A document belongs to the byte range that holds its address, so any cut of a file into ranges gives each document to
     exactly one of them. Sources hold no position: the same call gives the same answer in every process.
     """
 
@@ -39,8 +42,8 @@ class Source(Protocol):
         """Find the documents that start in bytes `[start, stop)` of a file."""
         ...
 
-    def read(self, file: int, start: int, length: int) -> Document:
-        """Read the document of `length` bytes that starts at byte `start` of a file.
+    def read(self, file: int, start: int, ref: int, /) -> Document:
+        """Read the document at address `start` of a file, with the `ref` that `window` gave.
 
         Raises:
             DocumentError: If it cannot be read.
