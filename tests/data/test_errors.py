@@ -19,8 +19,7 @@ def all_documents(source: Source) -> list:
     for file, size in enumerate(source.listing.sizes.tolist()):
         window = source.window(file, 0, size)
         found += [
-            source.read(file, int(start), int(length))
-            for start, length in zip(window.starts, window.refs, strict=True)
+            source.read(file, int(start), int(length)) for start, length in zip(window.starts, window.refs, strict=True)
         ]
     return found
 
