@@ -7,17 +7,22 @@ from typing import Any
 from lightning_fms.data.sources.lines import JsonLines, Text
 from lightning_fms.data.sources.listing import Listing, list_files
 from lightning_fms.data.sources.litdata_tokens import LitdataTokens
+from lightning_fms.data.sources.megatron import MegatronTokens
 from lightning_fms.data.sources.python_source import PythonSource
 from lightning_fms.data.sources.source import Document, DocumentError, Source, Window
+from lightning_fms.data.sources.token_files import TokenFiles, open_token_files
 
 __all__ = [
-    "Document", "DocumentError", "JsonLines", "Listing", "LitdataTokens", "PythonSource", "Source", "Text", "Window",
-    "list_files", "open_source", "open_sources",
+    "Document", "DocumentError", "JsonLines", "Listing", "LitdataTokens", "MegatronTokens", "PythonSource", "Source", "Text",
+    "TokenFiles", "Window", "list_files", "open_source", "open_sources",
 ]  # fmt: skip
 
 _JSONL = (".jsonl", ".json", ".ndjson")
 _TEXT = (".txt", ".md", ".text", ".rst", ".py")
-_FORMATS = f"{', '.join(_JSONL)} (JSON lines), {', '.join(_TEXT)} (text), or a litdata folder of token chunks"
+_TOKENS = (".bin", ".idx")
+_FORMATS = (
+    f"{', '.join(_JSONL)} (JSON lines), {', '.join(_TEXT)} (text), {_TOKENS[0]} (tokens), or a folder of litdata chunks"
+)
 
 
 def open_sources(sources: Mapping[str, Any]) -> tuple[dict[str, Source], dict[str, float]]:
@@ -53,18 +58,27 @@ def open_sources(sources: Mapping[str, Any]) -> tuple[dict[str, Source], dict[st
     return opened, weights
 
 
-def open_source(path: Any, text_key: str | None = None, split: str | None = None) -> Source:
+def open_source(
+    path: Any,
+    text_key: str | None = None,
+    split: str | None = None,
+    dtype: str | None = None,
+    eos_id: int | None = None,
+    bos_id: int | None = None,
+) -> Source:
     """Open one source; the format follows from the file names.
 
     Args:
         path: File, folder, glob or list of them, all of one format; or an object that implements `Source`.
         text_key: Key of the text in a JSON record; default `"text"`.
         split: How plain text is cut into documents; see `Text`.
+        dtype, eos_id, bos_id: What bare token files hold; see `TokenFiles`.
 
     Raises:
         ValueError: If nothing is found, formats are mixed or unknown, or an option does not belong to the format.
     """
-    given = {key: value for key, value in (("text_key", text_key), ("split", split)) if value is not None}
+    options = {"text_key": text_key, "split": split, "dtype": dtype, "eos_id": eos_id, "bos_id": bos_id}
+    given = {key: value for key, value in options.items() if value is not None}
     if isinstance(path, Source):
         return _without(given, path, "a Source object")
     if isinstance(path, (str, Path)) and (Path(path).expanduser() / "index.json").is_file():
@@ -72,22 +86,24 @@ def open_source(path: Any, text_key: str | None = None, split: str | None = None
     listing = list_files(path)
     suffixes = {Path(name).suffix.lower() for name in listing.names}
     if suffixes <= set(_JSONL):
-        return JsonLines(listing, **_only(given, "text_key", "JSON lines"))
+        return JsonLines(listing, **_only(given, "JSON lines", "text_key"))
     if suffixes <= set(_TEXT):
-        return Text(listing, **_only(given, "split", "plain text"))
-    known = suffixes & {*_JSONL, *_TEXT}
+        return Text(listing, **_only(given, "plain text", "split"))
+    if suffixes <= set(_TOKENS):
+        return open_token_files(listing, **_only(given, "token files", "dtype", "eos_id", "bos_id"))
+    known = suffixes & {*_JSONL, *_TEXT, *_TOKENS}
     if known:
         raise ValueError(f"{path}: mixes formats {sorted(suffixes)}; a source has one, so name the files by a glob")
     raise ValueError(f"{path}: unknown format {sorted(suffixes)}; known are {_FORMATS}")
 
 
 def _without(given: dict[str, Any], source: Source, what: str) -> Source:
-    _only(given, "", what)
+    _only(given, what)
     return source
 
 
-def _only(given: dict[str, Any], option: str, what: str) -> dict[str, Any]:
-    wrong = sorted(set(given) - {option})
+def _only(given: dict[str, Any], what: str, *options: str) -> dict[str, Any]:
+    wrong = sorted(set(given) - set(options))
     if wrong:
         raise ValueError(f"{wrong[0]}={given[wrong[0]]!r} does not apply to {what}; remove it")
     return given
