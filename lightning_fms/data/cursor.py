@@ -3,9 +3,12 @@
 There is nothing else to save. A stream holds no data that cannot be read again from its row, so the state is a few
 kilobytes, the same for any amount of data, and whoever holds the rows of all streams can go on with any number of ranks.
 
-Columns go by source NAME: for each source the epoch and position of its next document, the tokens taken from it, the tokens
-drawn since the weights last changed (the mixture's counts), and the `shuffle_window` in force since its epoch began; then the
-document in flight (source, epoch, position, shuffle window) and the token of it that the next row begins with.
+Columns go by source NAME: for each source the epoch and position from which its documents have to be drawn again, the tokens
+taken from it, the tokens drawn since the weights last changed (the mixture's counts), and the `shuffle_window` in force (low
+half: in that epoch, high half: in later ones that were begun, 0 if none). Then what was counted, and the documents that were
+drawn from those positions on and are not all used up: `ahead` has a bit for each, set if it is used, below a leading 1;
+`drawn` says which source each is from; `offset` counts the tokens used of the oldest unused one. A stream that packs its
+documents one after the other has one such document, the one in flight; `best_fit` chooses from up to `LOOK_AHEAD`.
 
 Legend: S streams, K columns.
 """
@@ -16,12 +19,16 @@ from typing import Any
 import numpy as np
 import torch
 
-VERSION = 1
+VERSION = 2
 
 PER_SOURCE = ("epoch", "position", "tokens", "since", "window")
-FLIGHT = ("flight.source", "flight.epoch", "flight.position", "flight.window", "flight.offset")
-NO_FLIGHT = -1
+COUNTERS = ("padding", "split", "cut", "skipped")
+"""Tokens of padding, tokens in another row than their document's beginning, tokens cut off, documents given up."""
 
+LOOK_AHEAD = 62
+"""Documents drawn and not all used, at most: as many bits, and their leading 1, as fit into a positive int64."""
+
+_BITS = 62
 _FIXED = ("seed", "num_streams")
 
 
@@ -34,33 +41,50 @@ class Columns:
 
     def __init__(self, sources: Sequence[str]) -> None:
         self.sources = list(sources)
-        width = len(PER_SOURCE)
-        self.epoch, self.position, self.tokens, self.since, self.window = (
-            slice(i, width * len(self.sources), width) for i in range(width)
-        )
-        base = width * len(self.sources)
-        self.flight = slice(base, base + len(FLIGHT))
-        self.flight_source = base
-        self.flight_offset = base + FLIGHT.index("flight.offset")
-        self.width = base + len(FLIGHT)
+        width, base = len(PER_SOURCE), len(PER_SOURCE) * len(self.sources)
+        self.epoch, self.position, self.tokens, self.since, self.window = (slice(i, base, width) for i in range(width))
+        self.counters = slice(base, base + len(COUNTERS))
+        self.padding, self.split, self.cut, self.skipped, self.offset, self.ahead = range(base, base + 6)
+        self._bits = max(1, (len(self.sources) - 1).bit_length())
+        self._packed = _BITS // self._bits
+        self.drawn = slice(base + 6, base + 6 + -(-LOOK_AHEAD // self._packed))
+        self.width = self.drawn.stop
 
     def fresh(self, streams: int, shuffle_window: int) -> np.ndarray:
         """Return the rows of a run that has read nothing (int64 `[S, K]`)."""
         rows = np.zeros((streams, self.width), dtype=np.int64)
         rows[:, self.window] = shuffle_window
-        rows[:, self.flight] = NO_FLIGHT
+        rows[:, self.ahead] = 1
         return rows
+
+    def read_ahead(self, row: np.ndarray) -> list[tuple[int, bool]]:
+        """Return source, and whether it is used up, of every document drawn, in the order of the draws."""
+        ahead, words = int(row[self.ahead]), row[self.drawn].tolist()
+        mask, bits, packed = (1 << self._bits) - 1, self._bits, self._packed
+        return [
+            (words[i // packed] >> (i % packed * bits) & mask, bool(ahead >> i & 1))
+            for i in range(ahead.bit_length() - 1)
+        ]
+
+    def write_ahead(self, row: np.ndarray, drawn: Sequence[tuple[int, bool]]) -> None:
+        """Set what `read_ahead` returns."""
+        assert len(drawn) <= LOOK_AHEAD, len(drawn)
+        ahead, words = 1 << len(drawn), [0] * (self.drawn.stop - self.drawn.start)
+        for i, (source, used) in enumerate(drawn):
+            ahead |= used << i
+            words[i // self._packed] |= source << (i % self._packed * self._bits)
+        row[self.ahead], row[self.drawn] = ahead, words
 
     def adopt(self, rows: np.ndarray, names: Sequence[str], shuffle_window: int) -> np.ndarray:
         """Return rows in these columns from rows whose columns belong to `names`, all of which these columns have."""
         old, new = Columns(names), self.fresh(len(rows), shuffle_window)
-        place = np.array([self.sources.index(name) for name in old.sources], dtype=np.int64)
+        place = [self.sources.index(name) for name in old.sources]
         width = len(PER_SOURCE)
         for i, target in enumerate(place):
             new[:, target * width : (target + 1) * width] = rows[:, i * width : (i + 1) * width]
-        new[:, self.flight] = rows[:, old.flight]
-        flying = rows[:, old.flight_source] != NO_FLIGHT
-        new[flying, self.flight_source] = place[rows[flying, old.flight_source]]
+        new[:, self.counters], new[:, self.offset] = rows[:, old.counters], rows[:, old.offset]
+        for before, after in zip(rows, new, strict=True):
+            self.write_ahead(after, [(place[source], used) for source, used in old.read_ahead(before)])
         return new
 
 
@@ -71,6 +95,38 @@ State = dict[str, Any]
 def make_state(header: dict[str, Any], streams: np.ndarray, rows: np.ndarray) -> State:
     """Return a state of some or all streams that shares no memory with its arguments."""
     return {"header": dict(header), "streams": torch.from_numpy(streams.copy()), "rows": torch.from_numpy(rows.copy())}
+
+
+def give_up_begun(rows: np.ndarray, columns: Columns, absent: Sequence[str] = (), everywhere: bool = False) -> int:
+    """Give up the rest of documents that were begun and cannot be gone on with.
+
+    Args:
+        rows: int64 `[S, K]`, changed in place.
+        columns: Their columns.
+        absent: Sources that are not part of the run now: what was drawn of them and is not begun is drawn when they are back.
+        everywhere: Whether all documents that were begun lose their rest, because their offsets count other tokens than now.
+
+    Returns:
+        How many documents lose their rest; they are counted as skipped.
+    """
+    gone = {columns.sources.index(name) for name in absent}
+    lost = 0
+    for row in rows:
+        drawn = columns.read_ahead(row)
+        if row[columns.offset]:
+            first = next(i for i, (_, used) in enumerate(drawn) if not used)
+            if everywhere or drawn[first][0] in gone:
+                drawn[first] = (drawn[first][0], True)
+                row[columns.offset] = 0
+                row[columns.skipped] += 1
+                lost += 1
+        for source in gone & {source for source, _ in drawn}:
+            while (last := max((i for i, (s, _) in enumerate(drawn) if s == source), default=-1)) >= 0 and not drawn[
+                last
+            ][1]:
+                del drawn[last]
+        columns.write_ahead(row, drawn)
+    return lost
 
 
 def merge_states(states: Sequence[State]) -> State:
@@ -118,7 +174,9 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
     """
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
         version = saved.get("version") if isinstance(saved, dict) else None
-        raise ValueError(f"data state has version {version!r}; this release reads version {VERSION}")
+        raise ValueError(
+            f"data state has version {version!r}; this release reads version {VERSION}; start anew without it"
+        )
     for key in _FIXED:
         if saved[key] != current[key]:
             raise ValueError(

@@ -128,9 +128,9 @@ class LoaderLink(Callback):
         """Return N: known from row counts where every row is full, otherwise summed over the ranks, once a step."""
         if self.loss_weight == "rows":
             return self.loader.slots.batch
-        if not self.loader.mask_first:
+        if self.loader.packing.full:
             return self.loader.slots.batch * self.loader.seq_len
-        mine = torch.tensor(float(micro.step.rows.labels_count(mask_first=True)), device=trainer.strategy.root_device)
+        mine = torch.tensor(float(self.loader.packing.targets(micro.step.rows)), device=trainer.strategy.root_device)
         return self._sum_over_ranks(trainer, mine).clamp(min=1)
 
     def _sum_over_ranks(self, trainer: "pl.Trainer", value: Tensor) -> Tensor:

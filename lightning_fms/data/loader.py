@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_fms.data.cursor import VERSION, Columns, State, check_same_run, make_state
+from lightning_fms.data.cursor import VERSION, Columns, State, check_same_run, give_up_begun, make_state
+from lightning_fms.data.items import Items, Reader
 from lightning_fms.data.mixture import History, parse, resume
-from lightning_fms.data.packing import Batch, Rows, collate
+from lightning_fms.data.packing import IGNORE, Batch, BestFit, Concat, Packing
 from lightning_fms.data.slots import Slots
 from lightning_fms.data.sources import Listing, open_sources
-from lightning_fms.data.stream import Recipe, skip_flight
+from lightning_fms.data.stream import Recipe
 from lightning_fms.data.tokenizer import open_tokenizer
 from lightning_fms.data.workers import Step, steps
 
@@ -47,7 +48,8 @@ class StreamLoader:
         micro_batch_size: Most rows that fit on a device at once; `None` takes all rows of the rank.
         tokenizer: `"bytes"`, a path to a `tokenizers` JSON file or folder, or an object that implements `Tokenizer`.
         mixture: Shares of tokens, `{source: weight}` or `{first row: {source: weight}}`; `None` shares by bytes.
-        packing: `"concat"`: documents in one line, cut every T tokens.
+        packing: `"concat"`: documents in one line, cut every T tokens. `"best_fit"`: whole documents in a row, the longest that
+            fits first; only documents longer than T are cut, into pieces. `"none"`: one item a row, made by `reader`.
         seed: Seed of every order; the run's, fixed.
         rank: This data rank.
         world_size: W, number of data ranks; may change at resume.
@@ -57,10 +59,13 @@ class StreamLoader:
         shuffle_window: Documents permuted together; a change takes effect where a stream starts its next epoch.
         eos: Whether a document ends with EOS.
         bos: Whether a document begins with BOS.
-        mask_first: Whether the first token of a document is no target.
+        mask_first: Whether the first token of a document is no target; with `"best_fit"` it never is.
         max_document_tokens: Longer documents are cut; `None` never cuts.
         max_epochs: `{source: epochs}` after which it is no longer drawn; at least one source has no entry.
         multiprocessing_context: Start method of the workers; `None` is the platform's default.
+        reader: For `packing="none"`: makes a row of an item (see `Reader`).
+        on_error: `"raise"` ends the run at a document that cannot be read; `"skip"` counts it and goes on.
+        one_pass: Whether every document is read once, and rows are empty from then on (validation).
         state: A merged state to go on from (see `merge_states`).
 
     Raises:
@@ -75,7 +80,7 @@ class StreamLoader:
         micro_batch_size: int | None = None,
         tokenizer: Any = "bytes",
         mixture: Mapping | None = None,
-        packing: Literal["concat"] = "concat",
+        packing: Literal["concat", "best_fit", "none"] = "concat",
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
@@ -88,11 +93,15 @@ class StreamLoader:
         max_document_tokens: int | None = None,
         max_epochs: Mapping[str, int] | None = None,
         multiprocessing_context: str | None = None,
+        reader: Reader | None = None,
+        on_error: Literal["raise", "skip"] = "raise",
+        one_pass: bool = False,
         state: State | None = None,
     ) -> None:
         _check_positive(seq_len=seq_len, shuffle_window=shuffle_window, max_document_tokens=max_document_tokens)
-        if packing != "concat":
-            raise ValueError(f"packing={packing!r} must be 'concat'")
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error={on_error!r} must be 'raise' or 'skip'")
+        self.packing = _open_packing(packing, seq_len, mask_first, reader)
         if num_workers < 0:
             raise ValueError(f"num_workers={num_workers} must be at least 0")
         self.tokenizer = open_tokenizer(tokenizer)
@@ -105,9 +114,10 @@ class StreamLoader:
             raise ValueError("weights are given both in sources and in mixture; give them in one place")
         sizes = {name: source.listing.total_bytes for name, source in self._sources.items()}
         self._wanted = parse(mixture if mixture is not None else (weights or None), sizes)
-        self._max_epochs = _checked_caps(dict(max_epochs or {}), list(self._sources))
+        caps = dict.fromkeys(self._sources, 1) if one_pass else dict(max_epochs or {})
+        self._max_epochs = _checked_caps(caps, list(self._sources))
         self._asked_streams = num_streams
-        self.seq_len, self.seed, self.mask_first = seq_len, seed, mask_first
+        self.seq_len, self.seed, self._on_error, self._one_pass = seq_len, seed, on_error, one_pass
         self._documents: dict[str, Any] = {
             "shuffle_window": shuffle_window,
             "eos": eos,
@@ -145,14 +155,16 @@ class StreamLoader:
             history = resume(past, self._wanted, self._first_row)
             self._columns = Columns(saved["sources"] + sorted(set(names) - set(saved["sources"])))
             rows = self._columns.adopt(_complete_rows(state), saved["sources"], window)
-            if (saved["tokenizer"], saved["bos"]) != (self.tokenizer.fingerprint, self._documents["bos"]):
-                self.skipped_documents = skip_flight(rows, self._columns)
+            other_tokens = (saved["tokenizer"], saved["bos"]) != (self.tokenizer.fingerprint, self._documents["bos"])
+            absent = set(self._columns.sources) - set(names)
+            self.skipped_documents = give_up_begun(rows, self._columns, sorted(absent), everywhere=other_tokens)
             if saved["max_epochs"] != self._max_epochs:
                 rows[:, self._columns.since] = 0  # a source that comes back does not catch up
-        _check_supply(history, self._max_epochs)
+        if not self._one_pass:
+            _check_supply(history, self._max_epochs)
         self._recipe = Recipe(
-            self._sources, self._columns, self.tokenizer, history, self.seq_len, self.seed, streams,
-            max_epochs=self._max_epochs, **self._documents,
+            self._sources, self._columns, self.tokenizer, history, self.packing, self.seed, streams,
+            max_epochs=self._max_epochs, on_error=self._on_error, one_pass=self._one_pass, **self._documents,
         )  # fmt: skip
         self._owned = self.slots.owned()
         self._rows = rows[self._owned]
@@ -175,8 +187,7 @@ class StreamLoader:
             "listings": self._listings(),
             "mixture": [[first, dict(weights)] for first, weights in self._recipe.history],
             "tokenizer": self.tokenizer.fingerprint,
-            "packing": "concat",
-            "mask_first": self.mask_first,
+            "packing": self.packing.name,
             "max_epochs": dict(self._max_epochs),
             **self._documents,
         }
@@ -254,20 +265,43 @@ class StreamLoader:
             step = ahead.popleft() if ahead else next(arriving)
             parts = self.slots.split(len(step.rows))
             for k, part in enumerate(parts):
-                rows = step.rows.take(np.arange(part.start, part.stop))
-                targets = rows.labels_count(self.mask_first)
-                # With nothing to learn from, the device still needs a row with labels: show the next one, marked invalid.
-                shown = rows if len(rows) else _peek(ahead, arriving)
-                batch = collate(shown, size, self.mask_first)
+                rows = step.rows.between(part.start, part.stop)
+                targets, valid = self.packing.targets(rows), int(self.packing.valid(rows).sum())
+                # With nothing to learn from, the device still needs a row: show the next one, marked invalid.
+                shown = rows if len(rows) or self._one_pass else _peek(ahead, arriving)
+                batch = self.packing.collate(shown, size)
                 batch["row_valid"][len(rows) :] = False
-                yield MicroBatch(batch, targets, part.stop - part.start, step, last=k == len(parts) - 1)
+                if not targets:
+                    _show_a_target(batch)
+                yield MicroBatch(batch, targets, valid, step, last=k == len(parts) - 1)
 
 
-def _peek(ahead: deque[Step], arriving: Iterator[Step]) -> Rows:
+def _peek(ahead: deque[Step], arriving: Iterator[Step]) -> Any:
     """Return the rank's next real row without consuming it."""
     while not any(len(step.rows) for step in ahead):
         ahead.append(next(arriving))
-    return next(step.rows for step in ahead if len(step.rows)).take(np.array([0]))
+    return next(step.rows for step in ahead if len(step.rows)).between(0, 1)
+
+
+def _show_a_target(batch: Batch) -> None:
+    """Mark a micro-batch as one that counts nothing, with one label at least: the mean over none would be NaN."""
+    batch["row_valid"][:] = False
+    if "labels" in batch and (batch["labels"] == IGNORE).all():
+        batch["labels"].view(-1)[0] = 0
+
+
+def _open_packing(packing: str, seq_len: int, mask_first: bool, reader: Reader | None) -> Packing:
+    if (packing == "none") != (reader is not None):
+        raise ValueError(
+            f"packing={packing!r} with reader={reader!r}: a reader makes rows of items where packing is 'none', and only there"
+        )
+    if packing == "concat":
+        return Concat(seq_len, mask_first)
+    if packing == "best_fit":
+        return BestFit(seq_len)
+    if reader is not None:
+        return Items(reader)
+    raise ValueError(f"packing={packing!r} must be 'concat', 'best_fit' or 'none'")
 
 
 def _complete_rows(state: State) -> np.ndarray:

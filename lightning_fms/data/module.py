@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 
 from lightning_fms.data.cursor import State, merge_states
 from lightning_fms.data.feed import Feed
+from lightning_fms.data.items import Reader
 from lightning_fms.data.link import LoaderLink, LossWeight
 from lightning_fms.data.loader import StreamLoader
 from lightning_fms.data.tokenizer import Tokenizer, open_tokenizer
@@ -41,7 +42,7 @@ class RescalableDataModule(pl.LightningDataModule):
         rank: Data rank, where no strategy says it.
         world_size: Number of data ranks, where no strategy says it.
         mixture, packing, seed, num_workers, num_streams, shuffle_window, eos, bos, mask_first, max_document_tokens,
-            max_epochs, multiprocessing_context: See `StreamLoader`.
+            max_epochs, multiprocessing_context, reader, on_error: See `StreamLoader`.
 
     Raises:
         ValueError: If an argument is impossible, or does not agree with the trainer's.
@@ -55,7 +56,7 @@ class RescalableDataModule(pl.LightningDataModule):
         micro_batch_size: int | None = None,
         tokenizer: Any = "bytes",
         mixture: Mapping | None = None,
-        packing: Literal["concat"] = "concat",
+        packing: Literal["concat", "best_fit", "none"] = "concat",
         seed: int = 0,
         num_workers: int = 0,
         num_streams: int | None = None,
@@ -66,6 +67,8 @@ class RescalableDataModule(pl.LightningDataModule):
         max_document_tokens: int | None = None,
         max_epochs: Mapping[str, int] | None = None,
         multiprocessing_context: str | None = None,
+        reader: Reader | None = None,
+        on_error: Literal["raise", "skip"] = "raise",
         val_sources: Mapping[str, Any] | None = None,
         val_steps: int = 8,
         val_every_n_steps: int | None = None,
@@ -88,7 +91,7 @@ class RescalableDataModule(pl.LightningDataModule):
         self._everywhere: dict[str, Any] = {
             "seq_len": seq_len, "global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size,
             "tokenizer": self.tokenizer, "packing": packing, "seed": seed, "num_streams": num_streams,
-            "shuffle_window": shuffle_window,
+            "shuffle_window": shuffle_window, "reader": reader, "on_error": on_error,
             "eos": eos, "bos": bos, "mask_first": mask_first, "max_document_tokens": max_document_tokens,
         }  # fmt: skip
         self._training: dict[str, Any] = {

@@ -1,18 +1,26 @@
-"""From a stream's line of tokens to the tensors of a batch.
+"""From documents to rows, and from rows to the tensors of a batch.
 
-A stream concatenates its documents into one endless line and cuts it every `seq_len` tokens. A row carries one token more
-than its inputs: `labels[t]` is the token after `input_ids[t]`, so the last label is the first input of the stream's next
-row, and every token is an input once and a target once. Only the tokens and the places where documents start travel
-between processes; everything else follows from them here.
+`Concat` puts a stream's documents into one endless line and cuts it every `seq_len` tokens: no padding, and documents are cut
+wherever a row ends. `BestFit` puts whole documents into a row, the oldest that waits first and then always the longest that
+still fits (Ding et al., *Fewer Truncations Improve Language Modeling*, 2024): a little padding, and only documents longer
+than a row are cut, into pieces that together hold all their tokens.
+
+A row carries one token more than its inputs: `labels[t]` is the token after `input_ids[t]`. Where a document goes on behind
+the row, that is the first input of the next row, so every token is an input once and a target once, except for the first
+token of a document, which `BestFit` never makes a target (its neighbours in the row are there by accident) and `Concat` does
+not with `mask_first`. Only tokens and the places where documents start travel between processes; the rest follows from them.
 
 Legend: R rows, T seq_len.
 """
 
 from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_fms.data.draws import Draws
 
 IGNORE = -100
 """Label of a position that is no target: the `ignore_index` that `cross_entropy` has by default."""
@@ -25,36 +33,184 @@ class Rows:
     """Packed rows of one or more streams.
 
     Args:
-        tokens: int32 `[R, T + 1]`.
+        tokens: int32 `[R, T + 1]`; what is behind a row's last token is 0.
+        known: int32 `[R]`, how many of them are tokens: T + 1 unless the row ends with padding or with its document.
         starts: int32, the places in `[0, T]` where a document starts, row after row.
         counts: int32 `[R]`, how many of `starts` belong to each row.
     """
 
     tokens: np.ndarray
+    known: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @staticmethod
+    def row(tokens: np.ndarray, known: int, starts: list[int]) -> "Rows":
+        """Return a single row."""
+        counts = np.array([len(starts)], dtype=np.int32)
+        return Rows(tokens[None], np.array([known], dtype=np.int32), np.array(starts, dtype=np.int32), counts)
+
+    @staticmethod
+    def none(seq_len: int) -> "Rows":
+        """Return no rows."""
+        nothing = np.empty(0, np.int32)
+        return Rows(np.empty((0, seq_len + 1), np.int32), nothing, nothing, nothing)
+
     def take(self, rows: np.ndarray) -> "Rows":
         """Return the rows at the given indices, in that order."""
         ends = np.cumsum(self.counts)
         pieces = [self.starts[ends[r] - self.counts[r] : ends[r]] for r in rows]
         starts = np.concatenate(pieces) if pieces else self.starts[:0]
-        return Rows(self.tokens[rows], starts, self.counts[rows])
+        return Rows(self.tokens[rows], self.known[rows], starts, self.counts[rows])
 
-    @staticmethod
-    def concatenate(parts: "list[Rows]") -> "Rows":
-        """Stack rows of equal length."""
-        if len(parts) == 1:
-            return parts[0]
-        return Rows(*(np.concatenate([getattr(p, name) for p in parts]) for name in ("tokens", "starts", "counts")))
+    def between(self, low: int, high: int) -> "Rows":
+        """Return rows `low` to `high - 1`; nothing is copied."""
+        first, last = int(self.counts[:low].sum()), int(self.counts[:high].sum())
+        return Rows(self.tokens[low:high], self.known[low:high], self.starts[first:last], self.counts[low:high])
 
-    def labels_count(self, mask_first: bool) -> int:
+    def concatenate(self, others: "list[Rows]") -> "Rows":
+        """Put rows of equal length behind these."""
+        return Rows(
+            **{name: np.concatenate([part.arrays()[name] for part in (self, *others)]) for name in self.arrays()}
+        )
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return what a process has to send, for `Rows(**arrays)` on the other side."""
+        return {"tokens": self.tokens, "known": self.known, "starts": self.starts, "counts": self.counts}
+
+
+class Packing(Protocol):
+    """How a stream's documents become rows, and rows a batch."""
+
+    @property
+    def name(self) -> str:
+        """What the state calls it."""
+        ...
+
+    @property
+    def full(self) -> bool:
+        """Whether every row has the same number of targets."""
+        ...
+
+    def next_row(self, draws: Draws) -> Any:
+        """Use up documents for one row and return it."""
+        ...
+
+    def rows(self, **arrays: np.ndarray) -> Any:
+        """Return rows from what `arrays` of rows gave in another process; none, if nothing came."""
+        ...
+
+    def targets(self, rows: Any) -> int:
+        """Return how many positions of rows are targets."""
+        ...
+
+    def valid(self, rows: Any) -> np.ndarray:
+        """Return which rows hold anything (bool `[R]`)."""
+        ...
+
+    def collate(self, rows: Any, size: int) -> Batch:
+        """Build the tensors of a micro-batch of `size` rows from at most that many."""
+        ...
+
+
+@dataclass(frozen=True)
+class _TokenPacking:
+    """What the packings of tokens have in common.
+
+    Args:
+        seq_len: T.
+        mask_first: Whether the first token of a document is no target.
+    """
+
+    seq_len: int
+    mask_first: bool = False
+
+    def rows(self, **arrays: np.ndarray) -> Rows:
+        """Return rows from their arrays; none, if there are no arrays."""
+        return Rows(**arrays) if arrays else Rows.none(self.seq_len)
+
+    def targets(self, rows: Rows) -> int:
         """Return how many positions are targets."""
-        total = self.tokens.shape[0] * (self.tokens.shape[1] - 1)
-        return total - int(np.count_nonzero(self.starts)) if mask_first else total
+        total = int(np.maximum(rows.known - 1, 0).sum())
+        return total - int(np.count_nonzero(rows.starts)) if self.mask_first else total
+
+    def valid(self, rows: Rows) -> np.ndarray:
+        """Return which rows hold tokens (bool `[R]`)."""
+        return rows.known > 0
+
+    def collate(self, rows: Rows, size: int) -> Batch:
+        """Build the tensors of a micro-batch; see `collate`."""
+        return collate(rows, size, self.mask_first)
+
+
+class Concat(_TokenPacking):
+    """Documents in one line, cut every `seq_len` tokens."""
+
+    name: ClassVar[str] = "concat"
+
+    @property
+    def full(self) -> bool:
+        """Whether every row has the same number of targets."""
+        return not self.mask_first
+
+    def next_row(self, draws: Draws) -> Rows:
+        """Fill a row from the line; it ends early at the end of the data only."""
+        out, starts, filled = np.zeros(self.seq_len + 1, dtype=np.int32), [], 0
+        while (oldest := draws.oldest()) is not None:
+            offset = draws.offset
+            if offset == 0:
+                starts.append(filled)
+            if filled == self.seq_len:
+                out[filled] = oldest.content[offset]  # the last label, an input of the next row
+                return Rows.row(out, filled + 1, starts)
+            taken = min(self.seq_len - filled, oldest.length - offset)
+            out[filled : filled + taken] = oldest.content[offset : offset + taken]
+            draws.use(oldest, taken)
+            filled += taken
+        draws.count(draws.recipe.columns.padding, self.seq_len - filled)
+        return Rows.row(out, filled, starts)
+
+
+class BestFit(_TokenPacking):
+    """Whole documents in a row, the longest that fits first; no target where a document starts."""
+
+    name: ClassVar[str] = "best_fit"
+    full: ClassVar[bool] = False
+
+    def __init__(self, seq_len: int) -> None:
+        super().__init__(seq_len, mask_first=True)
+
+    def next_row(self, draws: Draws) -> Rows:
+        """Fill a row with the oldest document, or with its next piece, and whatever fits beside it."""
+        out, columns = np.zeros(self.seq_len + 1, dtype=np.int32), draws.recipe.columns
+        waiting = draws.look_ahead()
+        if not waiting:
+            draws.count(columns.padding, self.seq_len)
+            return Rows.row(out, 0, [])
+        oldest, offset = waiting[0], draws.offset
+        rest = oldest.content[offset : offset + self.seq_len + 1]
+        out[: len(rest)] = rest
+        filled = min(len(rest), self.seq_len)
+        if offset:
+            draws.count(columns.split, filled)
+        starts = [] if offset else [0]
+        draws.use(oldest, filled)
+        if len(rest) > self.seq_len:
+            return Rows.row(out, self.seq_len + 1, starts)
+        while filled < self.seq_len:
+            fitting = [drawn for drawn in draws.look_ahead() if drawn.length <= self.seq_len - filled]
+            if not fitting:
+                break
+            best = max(fitting, key=lambda drawn: drawn.length)  # the oldest of them
+            starts.append(filled)
+            out[filled : filled + best.length] = best.content
+            filled += best.length
+            draws.use(best, best.length)
+        draws.count(columns.padding, self.seq_len - filled)
+        return Rows.row(out, filled, starts)
 
 
 def collate(rows: Rows, size: int, mask_first: bool = False) -> Batch:
@@ -68,25 +224,29 @@ def collate(rows: Rows, size: int, mask_first: bool = False) -> Batch:
     Returns:
         `input_ids`, `labels`, `position_ids`, `document_ids`: int64 `[size, T]`; `row_valid`: bool `[size]`, false for rows
         that are no part of the step.
-        `position_ids` count from the document's first token in the row, `document_ids` number the documents of a row from 0.
+        `position_ids` count from the document's first token in the row; `document_ids` number the documents of a row from 0,
+        padding as if it were one more.
     """
     count, seq_len = rows.tokens.shape[0], rows.tokens.shape[1] - 1
     tokens = np.zeros((size, seq_len + 1), dtype=np.int64)
     tokens[:count] = rows.tokens
+    known = np.zeros(size, dtype=np.int64)
+    known[:count] = rows.known
     row_of_start = np.repeat(np.arange(count), rows.counts)
-    first = np.zeros((size, seq_len + 1), dtype=bool)
+    first = np.zeros((size, seq_len + 2), dtype=bool)
     first[row_of_start, rows.starts] = True
-    labels = tokens[:, 1:].copy()
-    if mask_first:
-        labels[first[:, 1:]] = IGNORE
-    labels[count:] = IGNORE
-    first[:, 0] = True
     place = np.arange(seq_len)
-    document_start = np.maximum.accumulate(np.where(first[:, :-1], place, 0), axis=1)
+    labels = np.where(place + 1 < known[:, None], tokens[:, 1:], IGNORE)
+    if mask_first:
+        labels[first[:, 1:-1]] = IGNORE
+    first[np.arange(size), known] = True
+    first[:, 0] = True
+    first = first[:, :seq_len]
+    document_start = np.maximum.accumulate(np.where(first, place, 0), axis=1)
     return {
         "input_ids": torch.from_numpy(tokens[:, :-1].copy()),
         "labels": torch.from_numpy(labels),
         "position_ids": torch.from_numpy(place - document_start),
-        "document_ids": torch.from_numpy(np.cumsum(first[:, :-1], axis=1) - 1),
-        "row_valid": torch.from_numpy(np.arange(size) < count),
+        "document_ids": torch.from_numpy(np.cumsum(first, axis=1) - 1),
+        "row_valid": torch.from_numpy(known > 0),
     }

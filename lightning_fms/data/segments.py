@@ -24,6 +24,11 @@ _INDEX_BITS = 32
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
 
 
+def next_window(position: int) -> int:
+    """Return the first position of the window behind the one of a position."""
+    return ((position >> _INDEX_BITS) + 1) << _INDEX_BITS
+
+
 class SourceOrder:
     """Orders of one source, for all streams and epochs.
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_fms.data.packing import Rows
+from lightning_fms.data.packing import Packing
 from lightning_fms.data.slots import Slots
 from lightning_fms.data.sources import DocumentError
 from lightning_fms.data.stream import Recipe, Stream, produce
@@ -27,12 +27,12 @@ _MESSAGE_STEPS = 32
 class Step:
     """A rank's rows of one global batch.
 
-    first_row: number of the batch's first row. rows: packed rows, by row number. states: int64 `[R, K]`, the state row of
+    first_row: number of the batch's first row. rows: the packing's rows, by row number. states: int64 `[R, K]`, the state row of
     each row's stream after it. streams: int64 `[R]`, where each row is from.
     """
 
     first_row: int
-    rows: Rows
+    rows: Any
     states: np.ndarray
     streams: np.ndarray
 
@@ -87,7 +87,7 @@ class RankRows(IterableDataset):
             rows, states = produce(streams, numbers, which)
         except ValueError as error:  # its message is for the user; a traceback through a worker would bury it
             return {"error": str(error)}
-        arrays = {"tokens": rows.tokens, "starts": rows.starts, "counts": rows.counts, "states": states}
+        arrays = {**rows.arrays(), "states": states}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -123,10 +123,9 @@ def steps(
         else source
     )
     workers = max(workers, 1)
-    empty = Rows(np.empty((0, recipe.seq_len + 1), np.int32), np.empty(0, np.int32), np.empty(0, np.int32))
     chunk = 0
     while True:
-        parts = [_Message(next(messages), empty, states[:0]) for _ in range(workers)]  # workers answer in turn
+        parts = [_Message(next(messages), recipe.packing, states[:0]) for _ in range(workers)]  # workers answer in turn
         for _ in range(source.chunk_steps(chunk, workers)):
             streams = slots.rows(first_row) % slots.streams
             owners = (streams - slots.rank) // slots.world % workers
@@ -138,30 +137,26 @@ def steps(
 class _Message:
     """A worker's chunk, taken apart row by row."""
 
-    def __init__(self, message: dict[str, Any], empty: Rows, no_states: np.ndarray) -> None:
+    def __init__(self, message: dict[str, Any], packing: Packing, no_states: np.ndarray) -> None:
         if "error" in message:
             raise DocumentError(message["error"])
         arrays = {name: tensor.numpy() for name, tensor in message.items()}
         self._states = arrays.pop("states", no_states)
-        self._rows = Rows(**arrays) if arrays else empty
-        self._start_of = np.concatenate(([0], np.cumsum(self._rows.counts)))
+        self._rows = packing.rows(**arrays)
         self._next = 0
 
-    def take(self, count: int) -> tuple[Rows, np.ndarray]:
+    def take(self, count: int) -> tuple[Any, np.ndarray]:
         """Return the next rows and the state rows that belong to them."""
-        low, high = self._next, self._next + count
-        self._next = high
-        rows = self._rows
-        starts = rows.starts[self._start_of[low] : self._start_of[high]]
-        return Rows(rows.tokens[low:high], starts, rows.counts[low:high]), self._states[low:high]
+        low, self._next = self._next, self._next + count
+        return self._rows.between(low, self._next), self._states[low : self._next]
 
 
-def _gather(parts: list[_Message], owners: np.ndarray) -> tuple[Rows, np.ndarray]:
+def _gather(parts: list[_Message], owners: np.ndarray) -> tuple[Any, np.ndarray]:
     """Put a step's rows in row order, where `owners` (int64 `[R]`) says which worker has each."""
     if len(parts) == 1:
         return parts[0].take(len(owners))
     taken = [part.take(int((owners == worker).sum())) for worker, part in enumerate(parts)]
-    rows, states = Rows.concatenate([rows for rows, _ in taken]), np.concatenate([states for _, states in taken])
+    (first, *others), states = [rows for rows, _ in taken], np.concatenate([states for _, states in taken])
     place = np.empty(len(owners), dtype=np.int64)
     place[np.argsort(owners, kind="stable")] = np.arange(len(owners))
-    return rows.take(place), states[place]
+    return first.concatenate(others).take(place), states[place]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fms.data.cursor import Columns
+from lightning_fms.data.packing import Concat
 from lightning_fms.data.sources import DocumentError, JsonLines, PythonSource, Source, Text, list_files, open_sources
 from lightning_fms.data.stream import Recipe, Stream
 from lightning_fms.data.tokenizer import ByteTokenizer
@@ -63,7 +64,7 @@ def test_a_stream_names_the_source(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"text": 3}\n')
     sources, _ = open_sources({"web": tmp_path / "data.jsonl"})
     columns = Columns(["web"])
-    recipe = Recipe(sources, columns, ByteTokenizer(), [(0, {"web": 1.0})], seq_len=8, seed=0, streams=1)
+    recipe = Recipe(sources, columns, ByteTokenizer(), [(0, {"web": 1.0})], Concat(8), seed=0, streams=1)
     with pytest.raises(DocumentError, match=r"^source 'web': .*data.jsonl: the record at byte 0 .* int"):
         Stream(0, recipe, columns.fresh(1, 16)[0]).next_row(0)
 
@@ -72,7 +73,7 @@ def test_a_source_without_a_token_is_an_error_and_no_endless_loop(tmp_path: Path
     (tmp_path / "data.jsonl").write_text('{"text": ""}\n' * 3)
     sources, _ = open_sources({"web": tmp_path})
     columns = Columns(["web"])
-    recipe = Recipe(sources, columns, ByteTokenizer(), [(0, {"web": 1.0})], seq_len=8, seed=0, streams=2)
+    recipe = Recipe(sources, columns, ByteTokenizer(), [(0, {"web": 1.0})], Concat(8), seed=0, streams=2)
     with pytest.raises(ValueError, match="source 'web': no document with a token"):
         Stream(0, recipe, columns.fresh(2, 16)[0]).next_row(0)
 
@@ -209,15 +210,15 @@ def test_what_may_not_be_read_is_named() -> None:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "b.txt").write_text("b\n")
-    (tmp_path / "c.parquet").write_text("c\n")
+    (tmp_path / "c.xyz").write_text("c\n")
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("", "mixes formats .'.jsonl', '.parquet', '.txt'.; a source has one, so name the files by a glob"),
-        ("c.parquet", r"unknown format \['.parquet'\]; known are .jsonl"),
+        ("", "mixes formats .'.jsonl', '.txt', '.xyz'.; a source has one, so name the files by a glob"),
+        ("c.xyz", r"unknown format \['.xyz'\]; known are .jsonl"),
         ({"path": "a.jsonl", "split": "line"}, "split='line' does not apply to JSON lines; remove it"),
         ({"path": "b.txt", "text_key": "x"}, "text_key='x' does not apply to plain text; remove it"),
         ({"path": "b.txt", "split": "word"}, "split='word' must be 'block' or 'line'"),

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fms.data.packing import IGNORE, Rows, collate
+from lightning_fms.data.packing import IGNORE, Concat, Rows, collate
 
 
 @st.composite
@@ -21,6 +21,7 @@ def packed(draw: st.DrawFn, max_rows: int = 5) -> Rows:
 def make(tokens: list[list[int]], starts: list[list[int]], seq_len: int) -> Rows:
     return Rows(
         np.array(tokens, dtype=np.int32).reshape(len(tokens), seq_len + 1),
+        np.full(len(tokens), seq_len + 1, dtype=np.int32),
         np.array([place for row in starts for place in row], dtype=np.int32),
         np.array([len(row) for row in starts], dtype=np.int32),
     )
@@ -57,7 +58,7 @@ def test_collate_equals_a_loop_over_tokens(rows: Rows, missing: int, mask_first:
     assert torch.all(batch["input_ids"][count:] == 0)
     assert torch.all(batch["position_ids"][count:] == torch.arange(seq_len))
     assert torch.all(batch["document_ids"][count:] == 0)
-    assert rows.labels_count(mask_first) == int((batch["labels"] != IGNORE).sum())
+    assert Concat(seq_len, mask_first).targets(rows) == int((batch["labels"] != IGNORE).sum())
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
@@ -74,8 +75,8 @@ def test_taking_rows_keeps_each_with_its_starts(rows: Rows, data: st.DataObject)
 @given(packed(), st.data())
 def test_concatenating_parts_gives_the_whole(rows: Rows, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(rows)))
-    again = Rows.concatenate([rows.take(np.arange(cut)), rows.take(np.arange(cut, len(rows)))])
-    for name in ("tokens", "starts", "counts"):
+    again = rows.between(0, cut).concatenate([rows.take(np.arange(cut, len(rows)))])
+    for name in ("tokens", "known", "starts", "counts"):
         assert np.array_equal(getattr(again, name), getattr(rows, name))
 
 

@@ -1,0 +1,311 @@
+"""The documents of a stream in the order of its draws, with a look-ahead that survives a restart.
+
+A draw takes the next position of the source that the mixture chooses. What is drawn waits here until the packing has used it
+up: one document at a time where rows are cut from a line, up to `LOOK_AHEAD` where the packing chooses which one fits. A
+source's position in the state moves on over a draw only when it, and all before it of that source, are used up. So the state
+needs no tokens: whoever restores it draws the same positions again, reads the documents that are not used up, and passes
+over the others. A document without tokens is a draw that is used up at once, and so is one that cannot be read where the run
+is to go on without it.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lightning_fms.data.cursor import LOOK_AHEAD
+from lightning_fms.data.mixture import neediest, segment
+from lightning_fms.data.segments import Segment, next_window
+from lightning_fms.data.sources import DocumentError
+
+if TYPE_CHECKING:
+    from lightning_fms.data.stream import Recipe
+
+_FRUITLESS_EPOCHS = 1000
+_NEVER = 1 << 62
+_HALF = 32
+_LOW = (1 << _HALF) - 1
+
+
+class Place(NamedTuple):
+    """Where a document is: its source, epoch, file (index in the listing), address and reference (see `Window`)."""
+
+    source: int
+    epoch: int
+    file: int
+    start: int
+    ref: int
+
+
+class Drawn:
+    """A document that was drawn: its content until it is used up, its length, and the position behind it."""
+
+    __slots__ = ("content", "length", "place", "position", "source", "used")
+
+    def __init__(self, source: int, used: bool = False) -> None:
+        self.source, self.used = source, used
+        self.position: tuple[int, int] | None = None  # (epoch, position); None: its source is not part of the run now
+        self.content: Any = None
+        self.length = 0
+        self.place: Place | None = None
+
+
+class Draws:
+    """Draws of one stream.
+
+    Args:
+        index: The stream's number.
+        recipe: What it shares with the others.
+        row: int64 `[K]`, its state row, kept up to date by `end_row`.
+    """
+
+    def __init__(self, index: int, recipe: "Recipe", row: np.ndarray) -> None:
+        self.index, self.recipe, self.row = index, recipe, row
+        self.offset = int(row[recipe.columns.offset])
+        self.trace: list[tuple[Place, int, int]] | None = None
+        self._pending: list[Drawn] = []
+        self._restored = False
+        self._segments: dict[int, tuple[int, Segment]] = {}
+        self._weights = np.empty(0)
+
+    # -- for packings --------------------------------------------------------------------------------------------------
+
+    def oldest(self) -> Drawn | None:
+        """Return the oldest document that is not used up, of which `offset` tokens are; `None` at the end of the data."""
+        while True:
+            for drawn in self._pending:
+                if not drawn.used and drawn.position is not None:
+                    return drawn
+            self._commit()
+            if not self._room():
+                raise ValueError(
+                    f"stream {self.index} holds {len(self._pending)} documents of sources that were taken out of the run, "
+                    "half of a row each, and has no room for others; leave those sources in, with weight 0"
+                )
+            if not self._draw():
+                return None
+
+    def look_ahead(self) -> list[Drawn]:
+        """Draw as many documents as may wait, and return those that do, oldest first."""
+        while self._room() and self._draw():
+            pass
+        return [drawn for drawn in self._pending if not drawn.used and drawn.position is not None]
+
+    def use(self, drawn: Drawn, count: int) -> None:
+        """Use the next `count` tokens of a document; all that are left, unless it is the oldest."""
+        if self.trace is not None and drawn.place is not None:
+            self.trace.append((drawn.place, self.offset if drawn is self.oldest() else 0, count))
+        self._tokens[drawn.source] += count
+        if count == drawn.length:
+            drawn.used, drawn.content = True, None
+            return
+        self.offset += count
+        if self.offset == drawn.length:
+            drawn.used, drawn.content, self.offset = True, None, 0
+
+    def count(self, counter: int, amount: int) -> None:
+        """Add to a counter of the state row."""
+        self.row[counter] += amount
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def begin_row(self, number: int) -> None:
+        """Make ready for row `number` of the run: restore what was drawn, and follow the mixture."""
+        columns, history, before = self.recipe.columns, self.recipe.history, number - self.recipe.streams
+        if not self._restored:
+            self._restore()
+        if before >= 0 and segment(history, before) != segment(history, number):
+            self.row[columns.since] = 0  # start counting anew
+        self._weights = self.recipe.weights(number)
+
+    def end_row(self) -> None:
+        """Write the position behind the row that was made into the state row."""
+        self._commit()
+        row, columns = self.row, self.recipe.columns
+        row[columns.epoch], row[columns.position] = self._base_epoch, self._base_position
+        row[columns.window] = [low | later << _HALF for low, later in zip(self._window, self._later, strict=True)]
+        row[columns.tokens], row[columns.offset] = self._tokens, self.offset
+        columns.write_ahead(row, [(drawn.source, drawn.used) for drawn in self._pending])
+
+    def _restore(self) -> None:
+        """Take the positions from the state row and draw again what was drawn from there on."""
+        row, columns = self.row, self.recipe.columns
+        self._base_epoch, self._base_position = row[columns.epoch].tolist(), row[columns.position].tolist()
+        self._epoch, self._position = list(self._base_epoch), list(self._base_position)
+        self._fruitful = list(self._epoch)
+        windows = row[columns.window].tolist()
+        self._window, self._later = [w & _LOW for w in windows], [w >> _HALF for w in windows]
+        self._tokens = row[columns.tokens].tolist()
+        self._restored, cut = True, row[columns.cut]
+        for source, used in columns.read_ahead(row):
+            if self._name(source) not in self.recipe.sources:
+                self._pending.append(Drawn(source, used))
+            elif (drawn := self._next(source, read=not used)) is not None:
+                self._pending.append(drawn)
+        row[columns.cut] = cut  # counted when they were drawn first
+        first = next((drawn for drawn in self._pending if not drawn.used), None)
+        if first is None or self.offset >= first.length:
+            if first is not None and self.offset:
+                first.used = True  # shorter than it was: `max_document_tokens` or `eos` changed
+            self.offset = 0
+
+    def _room(self) -> bool:
+        if len(self._pending) >= LOOK_AHEAD:
+            self._commit()
+        return len(self._pending) < LOOK_AHEAD
+
+    def _commit(self) -> None:
+        """Let every source's position move on over its draws that are used up."""
+        kept: list[Drawn] = []
+        waiting: set[int] = set()
+        for drawn in self._pending:
+            if drawn.used and drawn.source not in waiting and drawn.position is not None:
+                self._move_base(drawn.source, *drawn.position)
+            else:
+                waiting.add(drawn.source)
+                kept.append(drawn)
+        self._pending = kept
+        for source in range(len(self._epoch)):
+            if source not in waiting:
+                self._move_base(source, self._epoch[source], self._position[source])
+
+    def _move_base(self, source: int, epoch: int, position: int) -> None:
+        if epoch != self._base_epoch[source]:
+            self._window[source] = self._later[source]
+        self._base_epoch[source], self._base_position[source] = epoch, position
+        if epoch == self._epoch[source]:
+            self._later[source] = 0
+
+    # -- drawing -------------------------------------------------------------------------------------------------------
+
+    def _draw(self) -> bool:
+        """Choose a source and draw its next document that has tokens; `False` at the end of the data.
+
+        Also `True` if there was no room to draw so many: nothing is chosen then, and the next draw goes on from there.
+        """
+        since = self.row[self.recipe.columns.since]
+        while True:
+            weights = self._available()
+            if weights is None:
+                return False
+            fresh = not since.any()
+            counts = -self.recipe.phase(weights, self.index) if fresh else since
+            source = neediest(weights, counts)
+            length = self._draw_from(source)
+            if length is None:
+                since[:] = 0  # the source has run out: the others share what follows
+                continue
+            break
+        if length:
+            if fresh:
+                since[:] = np.rint(counts * length)
+                since[source] -= (
+                    since.sum()
+                )  # rounding must not make the counts all 0, which says that nothing was drawn
+            since[source] += length  # when drawn: the rest of a document from before a change does not count
+            if self._epoch[source] >= self.recipe.max_epochs.get(self._name(source), _NEVER):
+                since[:] = 0  # that was its last: the others share what follows
+        return True
+
+    def _draw_from(self, source: int) -> int | None:
+        """Draw until a document has tokens; return how many, 0 if there is no room for more, `None` at the last epoch's end."""
+        while self._room():
+            drawn = self._next(source, read=True)
+            if drawn is None:
+                return None
+            self._pending.append(drawn)
+            if not drawn.used:
+                return drawn.length
+        return 0
+
+    def _available(self) -> np.ndarray | None:
+        """Return the shares of the sources that have not reached their `max_epochs` (sum 1)."""
+        caps = self.recipe.max_epochs
+        if not caps:
+            return self._weights
+        weights = self._weights.copy()
+        for name, most in caps.items():
+            source = self.recipe.columns.sources.index(name)
+            if self._epoch[source] >= most:
+                weights[source] = 0.0
+        total = weights.sum()
+        if total > 0:
+            return weights / total
+        if self.recipe.one_pass:
+            return None
+        raise ValueError(
+            f"every source with a weight has reached its max_epochs={caps}; "
+            "leave one source without a limit, or train for fewer steps"
+        )
+
+    def _next(self, source: int, read: bool) -> Drawn | None:
+        """Draw the next position of a source; `None` if its `max_epochs` end first."""
+        most = self.recipe.max_epochs.get(self._name(source))
+        drawn = Drawn(source, used=True)
+        while most is None or self._epoch[source] < most:
+            position = self._position[source]
+            try:
+                found = self._segment(source).find(position)
+            except DocumentError as error:  # a range of the file cannot be read: pass over all of it
+                if read:
+                    self._give_up(source, error)
+                self._position[source] = next_window(position)
+                break
+            if found is None:
+                self._turn(source)
+                continue
+            self._position[source] = found[0] + 1
+            if read:
+                self._read(drawn, Place(source, self._epoch[source], *found[1:]))
+            break
+        else:
+            return None
+        drawn.position = (self._epoch[source], self._position[source])
+        if most is not None and self._ended(source):
+            self._turn(source)  # at once, so that nothing but positions says which sources have run out
+        return drawn
+
+    def _ended(self, source: int) -> bool:
+        try:
+            return self._segment(source).find(self._position[source]) is None
+        except DocumentError:
+            return False
+
+    def _read(self, drawn: Drawn, place: Place) -> None:
+        """Read a document into its draw; it stays used up if nothing is in it."""
+        try:
+            document = self._segment(place.source).read(place.file, place.start, place.ref)
+            drawn.content, drawn.length, cut = self.recipe.prepare(document)
+        except DocumentError as error:
+            self._give_up(place.source, error)
+            return
+        drawn.used, drawn.place = drawn.length == 0, place
+        self._fruitful[place.source] = place.epoch if drawn.length else self._fruitful[place.source]
+        self.row[self.recipe.columns.cut] += cut
+
+    def _give_up(self, source: int, error: DocumentError) -> None:
+        """Raise, or count the document as skipped, as the recipe says."""
+        if self.recipe.on_error == "raise":
+            raise DocumentError(f"source {self._name(source)!r}: {error}") from None
+        self.row[self.recipe.columns.skipped] += 1
+
+    def _turn(self, source: int) -> None:
+        """Begin the next epoch of a source."""
+        self._epoch[source] += 1
+        self._position[source] = 0
+        self._later[source] = self._later[source] or self.recipe.shuffle_window
+        fruitless = self._epoch[source] - self._fruitful[source]
+        if fruitless > _FRUITLESS_EPOCHS + 64 * self.recipe.streams:
+            name = self._name(source)
+            raise ValueError(f"source {name!r}: no document with a token in {fruitless} epochs")
+
+    def _name(self, source: int) -> str:
+        return self.recipe.columns.sources[source]
+
+    def _segment(self, source: int) -> Segment:
+        """Return the segment of a source's current epoch; the last one asked for is kept."""
+        epoch, kept = self._epoch[source], self._segments.get(source)
+        if kept is None or kept[0] != epoch:
+            window = (self._window if epoch == self._base_epoch[source] else self._later)[source]
+            order = self.recipe.orders[self._name(source)]
+            kept = self._segments[source] = (epoch, order.segment(self.index, epoch, window))
+        return kept[1]
