@@ -4,16 +4,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from litdata import CombinedStreamingDataset, StreamingDataset
+
 from lightning_fms.data.sources.lines import JsonLines, Text
 from lightning_fms.data.sources.listing import Listing, list_files
-from lightning_fms.data.sources.litdata_tokens import LitdataTokens
+from lightning_fms.data.sources.litdata_chunks import LitdataChunks
+from lightning_fms.data.sources.litdata_datasets import folder_of, sources_of
 from lightning_fms.data.sources.megatron import MegatronTokens
 from lightning_fms.data.sources.python_source import PythonSource
 from lightning_fms.data.sources.source import Document, DocumentError, Source, Window
 from lightning_fms.data.sources.token_files import TokenFiles, open_token_files
 
 __all__ = [
-    "Document", "DocumentError", "JsonLines", "Listing", "LitdataTokens", "MegatronTokens", "PythonSource", "Source", "Text",
+    "Document", "DocumentError", "JsonLines", "Listing", "LitdataChunks", "MegatronTokens", "PythonSource", "Source", "Text",
     "TokenFiles", "Window", "list_files", "open_source", "open_sources",
 ]  # fmt: skip
 
@@ -30,7 +33,8 @@ def open_sources(sources: Mapping[str, Any]) -> tuple[dict[str, Source], dict[st
 
     Args:
         sources: `{name: path, folder, glob, list of them, or Source}`, or `{name: {"path": ..., "weight": ..., ...}}` with the
-            options of the format (`text_key`, `split`).
+            options of the format (`text_key`, `split`, `dtype`, ...); or a litdata `StreamingDataset` or
+            `CombinedStreamingDataset`.
 
     Returns:
         The sources by name, and the weights that were given.
@@ -38,6 +42,8 @@ def open_sources(sources: Mapping[str, Any]) -> tuple[dict[str, Source], dict[st
     Raises:
         ValueError: If a source cannot be opened; the message names it.
     """
+    if isinstance(sources, (StreamingDataset, CombinedStreamingDataset)):
+        sources = sources_of(sources)
     if not isinstance(sources, Mapping) or not sources:
         raise ValueError(f"sources={sources!r} must be a mapping {{name: path}} with at least one source")
     opened, weights = {}, {}
@@ -69,8 +75,9 @@ def open_source(
     """Open one source; the format follows from the file names.
 
     Args:
-        path: File, folder, glob or list of them, all of one format; or an object that implements `Source`.
-        text_key: Key of the text in a JSON record; default `"text"`.
+        path: File, folder, glob or list of them, all of one format; a litdata `StreamingDataset`; or an object that implements
+            `Source`.
+        text_key: Key of the text in a JSON record or a litdata item; default `"text"`.
         split: How plain text is cut into documents; see `Text`.
         dtype, eos_id, bos_id: What bare token files hold; see `TokenFiles`.
 
@@ -81,8 +88,12 @@ def open_source(
     given = {key: value for key, value in options.items() if value is not None}
     if isinstance(path, Source):
         return _without(given, path, "a Source object")
+    if isinstance(path, CombinedStreamingDataset):
+        raise ValueError("a CombinedStreamingDataset is several sources; give it as `sources` itself")
+    if isinstance(path, StreamingDataset):
+        path = folder_of(path)
     if isinstance(path, (str, Path)) and (Path(path).expanduser() / "index.json").is_file():
-        return _without(given, LitdataTokens(path), "a litdata folder")
+        return LitdataChunks(path, **_only(given, "a litdata folder", "text_key"))
     listing = list_files(path)
     suffixes = {Path(name).suffix.lower() for name in listing.names}
     if suffixes <= set(_JSONL):

@@ -6,13 +6,14 @@ import multiprocessing
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import litdata
 import numpy as np
 import pytest
 import torch
 
-from lightning_fms.data.sources import DocumentError, LitdataTokens, open_source
+from lightning_fms.data.sources import DocumentError, LitdataChunks, open_source
 
 COUNT = 60
 
@@ -33,9 +34,10 @@ def as_uint16(numbers: range) -> Iterator[np.ndarray]:
 
 def optimize(folder: Path, items: object, **options: object) -> Path:
     method = multiprocessing.get_start_method()
+    options = {"chunk_bytes": 1500, "item_loader": litdata.TokensLoader(block_size=16), **options}
     litdata.optimize(
         fn=items, inputs=[range(COUNT // 2), range(COUNT // 2, COUNT)], output_dir=str(folder), num_workers=1,
-        item_loader=litdata.TokensLoader(block_size=16), verbose=False, start_method="fork", **{"chunk_bytes": 1500, **options},
+        verbose=False, start_method="fork", **options,
     )  # fmt: skip
     multiprocessing.set_start_method(method, force=True)  # litdata changes it for the whole process
     return folder
@@ -51,21 +53,22 @@ def folder(written: Path, tmp_path: Path) -> Path:
     return shutil.copytree(written, tmp_path / "copy")
 
 
-def documents(source: LitdataTokens, cuts: list[int] | None = None) -> list[list[int]]:
-    found = []
+def documents(source: LitdataChunks, cuts: list[int] | None = None) -> list[Any]:
+    found: list[Any] = []
     for file, size in enumerate(source.listing.sizes.tolist()):
         edges = sorted({0, size, *(cut for cut in cuts or [] if 0 < cut < size)})
         for start, stop in itertools.pairwise(edges):
             window = source.window(file, start, stop)
             assert np.all(window.starts < stop - start)
             for first, length in zip(window.starts.tolist(), window.refs.tolist(), strict=True):
-                found.append(source.read(file, start + first, length).tolist())
+                document = source.read(file, start + first, length)
+                found.append(document.tolist() if isinstance(document, np.ndarray) else document)
     return found
 
 
 def test_documents_come_out_as_they_went_in(written: Path) -> None:
     source = open_source(written)
-    assert isinstance(source, LitdataTokens)
+    assert isinstance(source, LitdataChunks)
     assert len(source.listing.names) > 3
     assert documents(source) == [tokens_of(number) for number in range(COUNT)]
     file, start, size = source.listing.fragments  # a chunk is one fragment: its table stands at its start
@@ -75,7 +78,7 @@ def test_documents_come_out_as_they_went_in(written: Path) -> None:
 
 
 def test_every_cut_gives_each_document_once(written: Path) -> None:
-    source = LitdataTokens(written)
+    source = LitdataChunks(written)
     whole = documents(source)
     for cut in range(1, int(source.listing.sizes.max()), 11):
         assert documents(source, [cut]) == whole
@@ -83,7 +86,7 @@ def test_every_cut_gives_each_document_once(written: Path) -> None:
 
 
 def test_arrays_of_uint16(tmp_path: Path) -> None:
-    assert documents(LitdataTokens(optimize(tmp_path, as_uint16))) == [tokens_of(number) for number in range(COUNT)]
+    assert documents(LitdataChunks(optimize(tmp_path, as_uint16))) == [tokens_of(number) for number in range(COUNT)]
 
 
 def test_documents_without_tokens(folder: Path) -> None:
@@ -92,7 +95,7 @@ def test_documents_without_tokens(folder: Path) -> None:
     (folder / "index.json").write_text(json.dumps(index))
     header = np.array([3, 20, 20, 20, 28], dtype=np.uint32)  # three items: none, none, two tokens
     (folder / index["chunks"][0]["filename"]).write_bytes(header.tobytes() + np.array([5, 6], dtype=np.int32).tobytes())
-    assert documents(LitdataTokens(folder)) == [[], [], [5, 6]]
+    assert documents(LitdataChunks(folder)) == [[], [], [5, 6]]
 
 
 # -- folders that are no token chunks -------------------------------------------------------------------------------------
@@ -106,7 +109,7 @@ def edit_index(folder: Path, **changes: object) -> None:
 
 def test_an_index_that_is_none(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"index.json: not a readable litdata index \(.*No such file"):
-        LitdataTokens(tmp_path)
+        LitdataChunks(tmp_path)
     for content, words in (
         ('{"chunks": [', "not a readable litdata index"),
         ("[]", "not a litdata index with chunks"),
@@ -135,14 +138,14 @@ def test_an_index_that_is_none(folder: Path, tmp_path: Path) -> None:
 def test_chunks_that_hold_something_else(folder: Path, changes: dict, words: str) -> None:
     edit_index(folder, **changes)
     with pytest.raises(ValueError, match=rf"{folder}: .*{words}"):
-        LitdataTokens(folder)
+        LitdataChunks(folder)
 
 
 def test_a_chunk_that_is_missing(folder: Path) -> None:
     chunk = next(folder.glob("*.bin"))
     chunk.unlink()
     with pytest.raises(ValueError, match=f"{chunk}: the chunk is named in index.json but missing; restore it"):
-        LitdataTokens(folder)
+        LitdataChunks(folder)
 
 
 @pytest.mark.parametrize(
@@ -158,11 +161,11 @@ def test_a_chunk_with_a_broken_table(folder: Path, first_words: list[int], words
     data = np.array(first_words, dtype=np.uint32).tobytes()
     chunk.write_bytes(data + chunk.read_bytes()[len(data) :])
     with pytest.raises(DocumentError, match=f"{chunk}: {words}"):
-        documents(LitdataTokens(folder))
+        documents(LitdataChunks(folder))
 
 
 def test_a_chunk_cut_after_the_listing(folder: Path) -> None:
-    source = LitdataTokens(folder)
+    source = LitdataChunks(folder)
     whole = documents(source)
     chunk = source.listing.path(0)
     chunk.write_bytes(chunk.read_bytes()[:-8])
