@@ -6,25 +6,30 @@ from typing import Any
 
 from litdata import CombinedStreamingDataset, StreamingDataset
 
+from lightning_fms.data.sources.cache import Cache
+from lightning_fms.data.sources.compressed import CompressedLines, open_lines, plain_suffix
 from lightning_fms.data.sources.lines import JsonLines, Text
 from lightning_fms.data.sources.listing import Listing, list_files
 from lightning_fms.data.sources.litdata_chunks import LitdataChunks
 from lightning_fms.data.sources.litdata_datasets import folder_of, sources_of
 from lightning_fms.data.sources.megatron import MegatronTokens
+from lightning_fms.data.sources.parquet import Parquet
 from lightning_fms.data.sources.python_source import PythonSource
 from lightning_fms.data.sources.source import Document, DocumentError, Source, Window
 from lightning_fms.data.sources.token_files import TokenFiles, open_token_files
 
 __all__ = [
-    "Document", "DocumentError", "JsonLines", "Listing", "LitdataChunks", "MegatronTokens", "PythonSource", "Source", "Text",
-    "TokenFiles", "Window", "list_files", "open_source", "open_sources",
+    "Cache", "CompressedLines", "Document", "DocumentError", "JsonLines", "Listing", "LitdataChunks", "MegatronTokens",
+    "Parquet", "PythonSource", "Source", "Text", "TokenFiles", "Window", "list_files", "open_source", "open_sources",
 ]  # fmt: skip
 
 _JSONL = (".jsonl", ".json", ".ndjson")
 _TEXT = (".txt", ".md", ".text", ".rst", ".py")
 _TOKENS = (".bin", ".idx")
+_PARQUET = (".parquet", ".pq")
 _FORMATS = (
-    f"{', '.join(_JSONL)} (JSON lines), {', '.join(_TEXT)} (text), {_TOKENS[0]} (tokens), or a folder of litdata chunks"
+    f"{', '.join(_JSONL)} (JSON lines), {', '.join(_TEXT)} (text), both also with .gz or .zst, {_PARQUET[0]}, "
+    f"{_TOKENS[0]} (tokens), or a folder of litdata chunks"
 )
 
 
@@ -71,21 +76,26 @@ def open_source(
     dtype: str | None = None,
     eos_id: int | None = None,
     bos_id: int | None = None,
+    records: bool = False,
+    cache: Cache | str | Path | None = None,
 ) -> Source:
     """Open one source; the format follows from the file names.
 
     Args:
         path: File, folder, glob or list of them, all of one format; a litdata `StreamingDataset`; or an object that implements
             `Source`.
-        text_key: Key of the text in a JSON record or a litdata item; default `"text"`.
+        text_key: Key of the text in a JSON record or a litdata item, or its column; default `"text"`.
         split: How plain text is cut into documents; see `Text`.
         dtype, eos_id, bos_id: What bare token files hold; see `TokenFiles`.
+        records: Whether `read` returns whole records (a dictionary of all fields) instead of their text.
+        cache: Where formats that cannot be read in place are decoded to: a `Cache`, or its folder; default: `Cache()`.
 
     Raises:
         ValueError: If nothing is found, formats are mixed or unknown, or an option does not belong to the format.
     """
     options = {"text_key": text_key, "split": split, "dtype": dtype, "eos_id": eos_id, "bos_id": bos_id}
-    given = {key: value for key, value in options.items() if value is not None}
+    options["records"] = records or None
+    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     if isinstance(path, Source):
         return _without(given, path, "a Source object")
     if isinstance(path, CombinedStreamingDataset):
@@ -95,14 +105,20 @@ def open_source(
     if isinstance(path, (str, Path)) and (Path(path).expanduser() / "index.json").is_file():
         return LitdataChunks(path, **_only(given, "a litdata folder", "text_key"))
     listing = list_files(path)
-    suffixes = {Path(name).suffix.lower() for name in listing.names}
+    cache = cache if isinstance(cache, Cache) else Cache(cache)
+    suffixes = {plain_suffix(name) for name in listing.names}
+    if given.pop("records", False):
+        _only(given, "whole records")
+        given = {"text_key": None}
     if suffixes <= set(_JSONL):
-        return JsonLines(listing, **_only(given, "JSON lines", "text_key"))
+        return open_lines(JsonLines(listing, **_only(given, "JSON lines", "text_key")), cache)
     if suffixes <= set(_TEXT):
-        return Text(listing, **_only(given, "plain text", "split"))
+        return open_lines(Text(listing, **_only(given, "plain text", "split")), cache)
+    if suffixes <= set(_PARQUET):
+        return Parquet(listing, cache, **_only(given, "parquet", "text_key"))
     if suffixes <= set(_TOKENS):
         return open_token_files(listing, **_only(given, "token files", "dtype", "eos_id", "bos_id"))
-    known = suffixes & {*_JSONL, *_TEXT, *_TOKENS}
+    known = suffixes & {*_JSONL, *_TEXT, *_PARQUET, *_TOKENS}
     if known:
         raise ValueError(f"{path}: mixes formats {sorted(suffixes)}; a source has one, so name the files by a glob")
     raise ValueError(f"{path}: unknown format {sorted(suffixes)}; known are {_FORMATS}")

@@ -5,6 +5,7 @@ it, where a memory map would end the process with a bus error. Descriptors are k
 forked processes may share them, because `pread` has no position.
 """
 
+import io
 import os
 from collections import OrderedDict
 
@@ -47,6 +48,24 @@ class FileReader:
             )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def identity(self, file: int) -> tuple:
+        """Return what tells this file from another in its place.
+
+        Raises:
+            DocumentError: If the file is gone, or has another size than was listed.
+        """
+        path = self._listing.path(file)
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise DocumentError(f"{path}: cannot be read ({error.strerror})") from None
+        if status.st_size != self._listing.sizes[file]:
+            raise DocumentError(
+                f"{path}: has {status.st_size} bytes, {self._listing.sizes[file]} when the run listed it: it was cut or "
+                "replaced; restore it"
+            )
+        return str(path), status.st_size, status.st_mtime_ns
+
     def find_newline(self, file: int, start: int, end: int) -> int:
         """Return the position of the first newline in `[start, end)`, or `end`.
 
@@ -75,3 +94,45 @@ class FileReader:
     def __del__(self) -> None:
         for descriptor in self._open.values():
             os.close(descriptor)
+
+
+class ListedFile(io.RawIOBase):
+    """A file of a listing as a stream that can seek, for decoders that want one.
+
+    Args:
+        files: Reads the bytes.
+        listing: Where the files are.
+        file: Index of the file in the listing.
+    """
+
+    def __init__(self, files: FileReader, listing: Listing, file: int) -> None:
+        self._files, self._file, self._size, self._at = files, file, int(listing.sizes[file]), 0
+
+    def readable(self) -> bool:
+        """Return true."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return true."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a position."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Read up to `size` bytes, all that remain if it is negative.
+
+        Raises:
+            DocumentError: If the file is gone, unreadable, or ends early.
+        """
+        rest = max(self._size - self._at, 0)
+        length = rest if size is None or size < 0 else min(size, rest)
+        data = self._files.read(self._file, self._at, length)
+        self._at += length
+        return data

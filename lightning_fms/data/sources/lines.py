@@ -6,7 +6,8 @@ are not part of a document. Empty lines are no documents.
 """
 
 import json
-from typing import Literal
+from collections.abc import Iterator
+from typing import IO, Any, Literal
 
 import numpy as np
 
@@ -17,11 +18,15 @@ from lightning_fms.data.sources.source import Document, DocumentError, Window
 BLOCK_BYTES = 64 << 10
 """Size of a plain-text document when `split="block"`: long enough for context, short enough to spread over streams."""
 
+MAX_DOCUMENT_BYTES = (1 << 32) - 1
+"""Lengths are uint32."""
+
 _NEWLINE, _RETURN = 10, 13
 _BOM = b"\xef\xbb\xbf"
+_STREAM_BLOCK = 1 << 20
 
 
-class _Lines:
+class Lines:
     """Finds and reads lines; what a line means is up to the subclass."""
 
     listing: Listing
@@ -44,63 +49,103 @@ class _Lines:
         else:
             last = self._files.find_newline(file, stop, int(self.listing.sizes[file])) - start
         lengths = np.append(starts[1:] - 1, last) - starts
-        if lengths.max() >= 1 << 32:
+        if lengths.max() > MAX_DOCUMENT_BYTES:
             at = start + int(starts[lengths.argmax()])
             raise DocumentError(f"{self.listing.path(file)}: the line at byte {at} is longer than 4 GiB; split it")
         filled = (lengths > 1) | ((lengths == 1) & (data[starts + before] != _RETURN))
         return Window(starts[filled].astype(np.uint32), lengths[filled].astype(np.uint32))
 
-    def _text(self, file: int, start: int, length: int) -> str:
+    def read(self, file: int, start: int, length: int) -> Document:
+        """Read the document that starts at byte `start`."""
         data = self._files.read(file, start, length)
-        if start == 0:
-            data = data.removeprefix(_BOM)
         try:
-            return data.decode()
-        except UnicodeDecodeError as error:
-            raise DocumentError(
-                f"{self.listing.path(file)}: byte {start + length - len(data) + error.start} is not valid UTF-8 "
-                f"({error.reason}); convert the file to UTF-8"
-            ) from None
+            return self.parse(data, start)
+        except DocumentError as error:
+            raise DocumentError(f"{self.listing.path(file)}: {error}") from None
+
+    def parse(self, data: bytes, at: int) -> Document:
+        """Make a document of the bytes from `at` on.
+
+        Raises:
+            DocumentError: If they are none; the message says where in the file, and the caller in which file.
+        """
+        raise NotImplementedError
+
+    def split_stream(self, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+        """Yield `(first byte, bytes)` of the documents in a stream: those that `window` finds in a file."""
+        return ((at, line) for at, line in _split_lines(stream) if len(line) > 1 or (line and line[0] != _RETURN))
 
 
-class JsonLines(_Lines):
+def _split_lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield `(first byte, line without its newline)`; what follows the last newline is a line if it is not empty."""
+    at = 0
+    parts: list[bytes] = []
+    while block := stream.read(_STREAM_BLOCK):
+        *ended, rest = block.split(b"\n")
+        for line in ended:
+            if parts:
+                line, parts = b"".join((*parts, line)), []
+            yield at, line
+            at += len(line) + 1
+        if rest:
+            parts.append(rest)
+    if parts:
+        yield at, b"".join(parts)
+
+
+def _decode(data: bytes, at: int) -> str:
+    rest = data.removeprefix(_BOM) if at == 0 else data
+    try:
+        return rest.decode()
+    except UnicodeDecodeError as error:
+        position = at + len(data) - len(rest) + error.start
+        raise DocumentError(f"byte {position} is not valid UTF-8 ({error.reason}); convert the file to UTF-8") from None
+
+
+class JsonLines(Lines):
     """JSON lines: one object a line, its text under one key.
 
     Args:
         paths: File, folder, glob or list of them, or their listing.
-        text_key: Key of the text.
+        text_key: Key of the text; `None` makes a document of the whole object.
     """
 
-    def __init__(self, paths: Paths | Listing, text_key: str = "text") -> None:
+    def __init__(self, paths: Paths | Listing, text_key: str | None = "text") -> None:
         super().__init__(paths)
         self.text_key = text_key
 
-    def read(self, file: int, start: int, length: int) -> Document:
-        """Read the text of the record that starts at byte `start`; a blank line is an empty document."""
-        line = self._text(file, start, length)
+    def parse(self, data: bytes, at: int) -> Document:
+        """Make a text (or an object) of a line; a blank line is an empty document."""
+        line = _decode(data, at)
         if not line.strip():
-            return ""
+            return "" if self.text_key is not None else {}
         try:
-            record = json.loads(line)
+            return self._document(json.loads(line))
         except json.JSONDecodeError as error:
-            raise self._error(file, start, f"is not valid JSON ({error.msg} at character {error.pos})") from None
+            what = f"is not valid JSON ({error.msg} at character {error.pos})"
+        except DocumentError as error:
+            what = str(error)
         except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets 10,000 deep
-            raise self._error(file, start, f"cannot be read ({error})") from None
+            what = f"cannot be read ({error})"
+        raise DocumentError(f"the record at byte {at} {what}")
+
+    def _document(self, record: Any) -> Document:
+        key = self.text_key
         if not isinstance(record, dict):
-            raise self._error(file, start, f"is a {type(record).__name__}, not an object with a key {self.text_key!r}")
-        if self.text_key not in record:
+            wanted = f"an object with a key {key!r}" if key is not None else "an object"
+            raise DocumentError(f"is a {type(record).__name__}, not {wanted}")
+        if key is None:
+            return record
+        if key not in record:
             keys = ", ".join(map(repr, record)) or "none"
-            raise self._error(file, start, f"has no key {self.text_key!r}; it has {keys}: set text_key to one of them")
-        text = record[self.text_key]
+            raise DocumentError(f"has no key {key!r}; it has {keys}: set text_key to one of them")
+        text = record[key]
         if not isinstance(text, str):
-            raise self._error(file, start, f"has {self.text_key!r} of type {type(text).__name__}; it must be a string")
+            raise DocumentError(f"has {key!r} of type {type(text).__name__}; it must be a string")
         return text
 
-    def _error(self, file: int, start: int, what: str) -> DocumentError:
-        return DocumentError(f"{self.listing.path(file)}: the record at byte {start} {what}")
 
-
-class Text(_Lines):
+class Text(Lines):
     """Plain text.
 
     Args:
@@ -140,7 +185,27 @@ class Text(_Lines):
             mark += BLOCK_BYTES
         return np.array(edges, dtype=np.int64)
 
-    def read(self, file: int, start: int, length: int) -> Document:
-        """Read the text that starts at byte `start`."""
-        text = self._text(file, start, length)
+    def parse(self, data: bytes, at: int) -> Document:
+        """Decode a piece of the file."""
+        text = _decode(data, at)
         return text.removesuffix("\r") if self.split == "line" else text
+
+    def split_stream(self, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+        """Yield `(first byte, bytes)` of the documents in a stream: those that `window` finds in a file."""
+        return super().split_stream(stream) if self.split == "line" else _split_blocks(stream)
+
+
+def _split_blocks(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Cut a stream where `Text` cuts a file: at the first line that starts at or after each multiple of the block size."""
+    held, first, mark = bytearray(), 0, BLOCK_BYTES  # `held` begins at byte `first`; the next cut is at or after `mark`
+    searched = 0
+    while block := stream.read(_STREAM_BLOCK):
+        held += block
+        while (newline := held.find(b"\n", max(searched, mark - 1 - first))) >= 0:
+            yield first, bytes(held[: newline + 1])
+            del held[: newline + 1]
+            first, searched = first + newline + 1, 0
+            mark = (first // BLOCK_BYTES + 1) * BLOCK_BYTES
+        searched = len(held)
+    if held:
+        yield first, bytes(held)
