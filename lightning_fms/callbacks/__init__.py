@@ -2,6 +2,7 @@
 
 from lightning_fms.callbacks.checkpoint import StepCheckpoint
 from lightning_fms.callbacks.data_mix import DataMix
+from lightning_fms.callbacks.data_trail import DataTrail
 from lightning_fms.callbacks.grad_norm import GradNorm
 from lightning_fms.callbacks.memory import Memory
 from lightning_fms.callbacks.progress import Progress
@@ -9,4 +10,14 @@ from lightning_fms.callbacks.sample import Sample
 from lightning_fms.callbacks.summary import Summary
 from lightning_fms.callbacks.throughput import Throughput
 
-__all__ = ["DataMix", "GradNorm", "Memory", "Progress", "Sample", "StepCheckpoint", "Summary", "Throughput"]
+__all__ = [
+    "DataMix",
+    "DataTrail",
+    "GradNorm",
+    "Memory",
+    "Progress",
+    "Sample",
+    "StepCheckpoint",
+    "Summary",
+    "Throughput",
+]

@@ -17,7 +17,7 @@ from lightning_fms.data.mixture import History, parse, resume
 from lightning_fms.data.packing import IGNORE, Batch, BestFit, Concat, Packing
 from lightning_fms.data.slots import Slots
 from lightning_fms.data.sources import Listing, open_sources
-from lightning_fms.data.stream import Recipe
+from lightning_fms.data.stream import Recipe, Stream
 from lightning_fms.data.tokenizer import open_tokenizer
 from lightning_fms.data.workers import Step, steps
 
@@ -213,6 +213,15 @@ class StreamLoader:
         """Count a step as taken."""
         self._first_row = step.first_row + self.slots.batch
         self._rows[(step.streams - self.slots.rank) // self.slots.world] = step.states
+
+    def streams(self) -> list[Stream]:
+        """Return this rank's streams where the loader is; moving them on does not move the loader."""
+        return [Stream(int(index), self._recipe, row) for index, row in zip(self._owned, self._rows, strict=True)]
+
+    @property
+    def source_names(self) -> list[str]:
+        """Names of the sources by number, those that the run used to have included."""
+        return self._columns.sources
 
     @property
     def listings(self) -> dict[str, Listing]:
