@@ -6,6 +6,7 @@ from typing import Any
 
 from litdata import CombinedStreamingDataset, StreamingDataset
 
+from lightning_fms.data.sources.arrow import Arrow, saved_dataset
 from lightning_fms.data.sources.cache import Cache
 from lightning_fms.data.sources.compressed import CompressedLines, open_lines, plain_suffix
 from lightning_fms.data.sources.lines import JsonLines, Text
@@ -19,7 +20,7 @@ from lightning_fms.data.sources.source import Document, DocumentError, Source, W
 from lightning_fms.data.sources.token_files import TokenFiles, open_token_files
 
 __all__ = [
-    "Cache", "CompressedLines", "Document", "DocumentError", "JsonLines", "Listing", "LitdataChunks", "MegatronTokens",
+    "Arrow", "Cache", "CompressedLines", "Document", "DocumentError", "JsonLines", "Listing", "LitdataChunks", "MegatronTokens",
     "Parquet", "PythonSource", "Source", "Text", "TokenFiles", "Window", "list_files", "open_source", "open_sources",
 ]  # fmt: skip
 
@@ -27,9 +28,10 @@ _JSONL = (".jsonl", ".json", ".ndjson")
 _TEXT = (".txt", ".md", ".text", ".rst", ".py")
 _TOKENS = (".bin", ".idx")
 _PARQUET = (".parquet", ".pq")
+_ARROW = (".arrow", ".feather", ".ipc")
 _FORMATS = (
     f"{', '.join(_JSONL)} (JSON lines), {', '.join(_TEXT)} (text), both also with .gz or .zst, {_PARQUET[0]}, "
-    f"{_TOKENS[0]} (tokens), or a folder of litdata chunks"
+    f"{', '.join(_ARROW)}, {_TOKENS[0]} (tokens), a folder of litdata chunks or of `datasets.save_to_disk`"
 )
 
 
@@ -104,6 +106,8 @@ def open_source(
         path = folder_of(path)
     if isinstance(path, (str, Path)) and (Path(path).expanduser() / "index.json").is_file():
         return LitdataChunks(path, **_only(given, "a litdata folder", "text_key"))
+    if isinstance(path, (str, Path)):
+        path = saved_dataset(Path(path).expanduser()) or path
     listing = list_files(path)
     cache = cache if isinstance(cache, Cache) else Cache(cache)
     suffixes = {plain_suffix(name) for name in listing.names}
@@ -116,9 +120,11 @@ def open_source(
         return open_lines(Text(listing, **_only(given, "plain text", "split")), cache)
     if suffixes <= set(_PARQUET):
         return Parquet(listing, cache, **_only(given, "parquet", "text_key"))
+    if suffixes <= set(_ARROW):
+        return Arrow(listing, cache, **_only(given, "Arrow", "text_key"))
     if suffixes <= set(_TOKENS):
         return open_token_files(listing, **_only(given, "token files", "dtype", "eos_id", "bos_id"))
-    known = suffixes & {*_JSONL, *_TEXT, *_PARQUET, *_TOKENS}
+    known = suffixes & {*_JSONL, *_TEXT, *_PARQUET, *_ARROW, *_TOKENS}
     if known:
         raise ValueError(f"{path}: mixes formats {sorted(suffixes)}; a source has one, so name the files by a glob")
     raise ValueError(f"{path}: unknown format {sorted(suffixes)}; known are {_FORMATS}")
