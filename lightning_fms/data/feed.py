@@ -28,6 +28,7 @@ class Feed:
         self.loader, self.length, self.rewind = loader, length, rewind
         self.delivered: deque[MicroBatch] = deque()
         self._micro_batches: Iterator[MicroBatch] | None = None
+        self._ahead: MicroBatch | Exception | None = None
 
     def __len__(self) -> int:
         return self.length
@@ -38,16 +39,34 @@ class Feed:
         left = self.length if self.rewind else -1
         while left:
             left -= 1
-            if self._micro_batches is None:
-                self._micro_batches = self.loader.micro_batches()
-            micro = next(self._micro_batches)
+            micro, self._ahead = self._ahead or self._load(), None
+            if isinstance(micro, Exception):
+                raise micro
             self.delivered.append(micro)
             yield micro.batch
+
+    def look_ahead(self) -> MicroBatch | None:
+        """Load the next micro-batch before it is asked for, and return it.
+
+        Nothing but the time of loading changes: the position is that of the last trained step. `None` if it cannot be loaded;
+        the error is raised when the batch is asked for, so that the step before it is trained.
+        """
+        if self._ahead is None:
+            try:
+                self._ahead = self._load()
+            except Exception as error:
+                self._ahead = error
+        return None if isinstance(self._ahead, Exception) else self._ahead
+
+    def _load(self) -> MicroBatch:
+        if self._micro_batches is None:
+            self._micro_batches = self.loader.micro_batches()
+        return next(self._micro_batches)
 
     def close(self) -> None:
         """Drop what is on its way and end the workers."""
         self.loader.close()
-        self._micro_batches = None
+        self._micro_batches = self._ahead = None
         self.delivered.clear()
 
     def state_dict(self) -> dict[str, Any]:

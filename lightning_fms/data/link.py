@@ -15,12 +15,12 @@ step they follow.
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_fms.data.feed import Feed
 from lightning_fms.data.loader import MicroBatch, StreamLoader
+from lightning_fms.data.target_count import TargetCount
 
 LossWeight = Literal["tokens", "rows", "none"]
 
@@ -44,13 +44,16 @@ class LoaderLink(Callback):
         self.resumed_accumulate: int | None = None
         self.val_feed: Feed | None = None
         self._micro: MicroBatch | None = None
-        self._total: int | Tensor = 0
+        self._counts: TargetCount | None = None
+        self._total: int | None = None
         self._loss: Tensor | None = None
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """After a resume, express the loops' counters in micro-batches of this number of ranks."""
+        """Make ready to count targets; after a resume, express the loops' counters in micro-batches of this number of ranks."""
+        if self.loss_weight == "tokens" and not self.loader.packing.full and self.replicas > 1:
+            self._counts = TargetCount(copies=trainer.world_size // self.replicas)
         if self.resumed_accumulate is None:
             return
         epoch_loop = trainer.fit_loop.epoch_loop
@@ -69,8 +72,8 @@ class LoaderLink(Callback):
         first = self._micro is None or self._micro.last
         self._micro = self.feed.delivered.popleft()
         if first:
-            self._total = self._count_step(trainer, self._micro)
-            self._loss = None
+            self._send_count(self._micro)
+            self._total = self._loss = None
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Scale the gradient of the micro-batch, and add its part to the logged loss."""
@@ -83,6 +86,7 @@ class LoaderLink(Callback):
         if loss.requires_grad:
             scale = self.replicas * accumulate * share
             loss.register_hook(lambda gradient: gradient * scale)
+        self._look_ahead()  # the device has the forward pass to do, and then the backward pass
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -91,9 +95,16 @@ class LoaderLink(Callback):
         assert self._micro is not None
         if not self._micro.last:
             return
+        self._look_ahead()  # where manual optimization made no backward pass
         self.loader.apply(self._micro.step)
         if self._loss is not None and trainer._logger_connector.should_update_logs:
             pl_module.log("loss", self._sum_over_ranks(trainer, self._loss), prog_bar=True)
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Drop the count of the step that will not come."""
+        if self._counts is not None:
+            self._counts.close()
+            self._counts = None
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """From here on ranks may be at different steps, so the state can no longer be gathered."""
@@ -122,16 +133,28 @@ class LoaderLink(Callback):
         """Return n / N, the part of the step's loss that a micro-batch makes."""
         if self.loss_weight == "none":  # a mean of means; but a row that is only shown, and comes again, counts nothing
             return 1 / (self.replicas * self.loader.slots.accumulate) if micro.rows else 0.0
+        if self._total is None:
+            self._total = self._count_step(micro)
         return (micro.rows if self.loss_weight == "rows" else micro.targets) / self._total
 
-    def _count_step(self, trainer: "pl.Trainer", micro: MicroBatch) -> int | Tensor:
+    def _count_step(self, micro: MicroBatch) -> int:
         """Return N: known from row counts where every row is full, otherwise summed over the ranks, once a step."""
         if self.loss_weight == "rows":
             return self.loader.slots.batch
         if self.loader.packing.full:
             return self.loader.slots.batch * self.loader.seq_len
-        mine = torch.tensor(float(self.loader.packing.targets(micro.step.rows)), device=trainer.strategy.root_device)
-        return self._sum_over_ranks(trainer, mine).clamp(min=1)
+        if self._counts is None:
+            return max(1, self.loader.packing.targets(micro.step.rows))
+        return max(1, self._counts.wait(micro.step.first_row))
+
+    def _send_count(self, micro: MicroBatch | None) -> None:
+        if self._counts is not None and micro is not None:
+            self._counts.start(micro.step.first_row, self.loader.packing.targets(micro.step.rows))
+
+    def _look_ahead(self) -> None:
+        """During a step's last micro-batch, load the next one and send off its step's count."""
+        if self._counts is not None and self._micro is not None and self._micro.last:
+            self._send_count(self.feed.look_ahead())
 
     def _sum_over_ranks(self, trainer: "pl.Trainer", value: Tensor) -> Tensor:
         if self.replicas == 1:
