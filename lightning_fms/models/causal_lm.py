@@ -20,11 +20,12 @@ class CausalLM(L.LightningModule):
     """Train `net` to predict the next token.
 
     Args:
-        net: maps `input_ids`, int64 [B, T], to logits [B, T, V]. A row may hold several documents, which see each other: their
-            `position_ids` belong with an attention mask, so they are not used here.
+        net: maps `input_ids`, int64 [B, T], to logits [B, T, V].
         optimizer: makes the optimizer from parameter groups, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`.
         scheduler: makes a learning-rate scheduler from the optimizer; it is stepped once per optimizer step. `None` =
             constant rate.
+        mask_documents: whether a token sees its own document only. `net` then gets `position_ids` and `document_ids` of the
+            batch, int64 [B, T], as well. By default documents that share a row see each other, at the positions of the row.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class CausalLM(L.LightningModule):
         net: nn.Module,
         optimizer: Callable[[Iterable[Any]], Optimizer],
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        mask_documents: bool = False,
     ) -> None:
         super().__init__()
-        self.net = net
+        self.net, self.mask_documents = net, mask_documents
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -43,7 +45,8 @@ class CausalLM(L.LightningModule):
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """Mean cross-entropy in nats over the labels that are not -100, in fp32 whatever the logits are."""
-        logits = self.net(batch["input_ids"])
+        of_documents = (batch["position_ids"], batch["document_ids"]) if self.mask_documents else ()
+        logits = self.net(batch["input_ids"], *of_documents)
         return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), batch["labels"].view(-1))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

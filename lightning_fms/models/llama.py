@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_fms.models.document_mask import DocumentMask, document_mask, masked_attention
+
 
 def rotary_tables(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary angles, fp32 [B, T, 1, E]; `position_ids` is int [B, T].
@@ -74,14 +76,14 @@ class Attention(nn.Module):
         self.v_proj = Projection(dim, n_kv_heads * self.head_dim, std)
         self.o_proj = Projection(n_heads * self.head_dim, dim, residual_std)
 
-    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]; token t sees tokens 0..t of its row."""
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, mask: DocumentMask | None = None) -> Tensor:
+        """[B, T, D] -> [B, T, D]; token t sees tokens 0..t of its row, or what the mask leaves of them."""
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
         q_BTHE = rotate(self.q_proj(x_BTD).view(heads), cos, sin)
         k_BTKE = rotate(self.k_proj(x_BTD).view(heads), cos, sin)
         v_BTKE = self.v_proj(x_BTD).view(heads)
         q, k, v = (t.transpose(1, 2) for t in (q_BTHE, k_BTKE, v_BTKE))
-        y_BHTE = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        y_BHTE = masked_attention(q, k, v, mask)
         return self.o_proj(y_BHTE.transpose(1, 2).flatten(2))
 
 
@@ -111,9 +113,9 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.ffn = FeedForward(dim, ffn_dim, std, residual_std)
 
-    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, mask: DocumentMask | None = None) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin, mask)
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
 
@@ -179,17 +181,21 @@ class Llama(nn.Module):
         if tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
         """Logits [B, T, V] for the token after each position.
 
         Args:
             input_ids: int [B, T].
             position_ids: int [B, T] for the rotary angles. `None` = 0..T-1 in every row.
+            document_ids: int [B, T], the document of each token: a token sees its own document only. `None` = the whole row.
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         cos, sin = rotary_tables(position_ids, self.head_dim, self.rope_theta)
+        mask = None if document_ids is None else document_mask(document_ids)
         x_BTD = self.embedding(input_ids)
         for block in self.layers:
-            x_BTD = block(x_BTD, cos, sin)
+            x_BTD = block(x_BTD, cos, sin, mask)
         return self.head(self.norm(x_BTD))
