@@ -13,7 +13,9 @@ sees stays fp32. A module has to be clean about dtypes, as under `bf16-true`; fl
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -60,3 +62,15 @@ def fsdp_policy(plugin: Precision) -> MixedPrecisionPolicy:
     if isinstance(plugin, HalfPrecision):
         return MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     return MixedPrecisionPolicy(cast_forward_inputs=False)
+
+
+def free_gradients(module: LightningModule) -> None:
+    """Drop the last step's gradients before the first forward of a step instead of behind it.
+
+    Lightning calls `optimizer_zero_grad` between forward and backward, so the last gradients lie beside all activations of the
+    forward, where memory peaks. It will drop them anyway, unless the user's hook decides otherwise: then they stay.
+    """
+    if module.automatic_optimization and not is_overridden("optimizer_zero_grad", module):
+        optimizers = module.optimizers(use_pl_optimizer=False)
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            optimizer.zero_grad(set_to_none=True)

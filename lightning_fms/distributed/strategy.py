@@ -221,6 +221,7 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         self._micro_batch = (step, self._micro_batch[1] + 1 if self._micro_batch[0] == step else 0)
         if self._micro_batch[1] == 0:
             self._invalidate()  # edits through `.data` move no version counter
+            policy.free_gradients(self.lightning_module)
         rng.seed_micro_batch(self._seed, *self._micro_batch, self.distributed_sampler_kwargs["rank"])
         self._in_training_step = True
         if not self.lightning_module.automatic_optimization:
@@ -252,8 +253,7 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         contexts = {"training_step": "train_step_context", "validation_step": "val_step_context"}
         with ExitStack() as stack:
             if not policy.computes_in_bf16(self.precision_plugin):  # else its context is autocast, which we replace
-                context = getattr(self.precision_plugin, contexts.get(name, f"{name}_context"))
-                stack.enter_context(context())
+                stack.enter_context(getattr(self.precision_plugin, contexts.get(name, f"{name}_context"))())
             stack.enter_context(self._computing())
             return getattr(self.lightning_module, name)(*args, **kwargs)
 

@@ -319,3 +319,29 @@ def test_lightnings_own_launcher_starts_the_other_processes(tmp_path: Path) -> N
     losses = {line for line in done.stdout.splitlines() if line.startswith("LOSS")}
     assert len(losses) == 1
     assert done.stdout.count("LOSS") == 2
+
+
+class LooksAtGradients(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[bool] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        groups = self.optimizers(use_pl_optimizer=False).param_groups
+        self.held.append(any(p.grad is not None for group in groups for p in group["params"]))
+        return super().training_step(batch, batch_idx)
+
+
+class KeepsGradients(LooksAtGradients):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_last_steps_gradients_are_gone_before_the_next_forward(precision: Any) -> None:
+    module = LooksAtGradients()
+    trainer(accumulate_grad_batches=2, max_steps=3, precision=precision).fit(module, Rows(6), Rows(1))
+    assert module.held == [False, True] * 3
+    module = KeepsGradients()
+    trainer(accumulate_grad_batches=2, max_steps=3, precision=precision).fit(module, Rows(6), Rows(1))
+    assert module.held == [False] + [True] * 5
