@@ -75,3 +75,18 @@ class Feed:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing: the data module holds the position."""
+
+
+def steps_of_one_pass(loader: StreamLoader) -> int:
+    """Return the global batches after which this rank has no rows left; its documents are read for it.
+
+    Args:
+        loader: A loader with `one_pass`, at its beginning.
+    """
+    last = 0
+    for stream in loader.streams():
+        number = stream.index
+        while loader.packing.valid(stream.next_row(number)).any():
+            last = max(last, number)
+            number += loader.slots.streams
+    return last // loader.slots.batch + 1

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 
 from lightning_fms.data.cursor import State, merge_states
-from lightning_fms.data.feed import Feed
+from lightning_fms.data.feed import Feed, steps_of_one_pass
 from lightning_fms.data.items import Reader
 from lightning_fms.data.link import LoaderLink, LossWeight
 from lightning_fms.data.loader import StreamLoader
@@ -33,8 +33,12 @@ class RescalableDataModule(pl.LightningDataModule):
             `accumulate_grad_batches` follows from it.
         tokenizer: `"bytes"`, a path, or a `Tokenizer`.
         val_sources: Validation sources, in the form of `sources`; `None` does not validate.
-        val_steps: Global batches of a validation: the same rows every time, at one `global_batch_size` and `num_streams`.
+        val_steps: Global batches of a validation: the same rows every time, at one `global_batch_size` and `val_num_streams`.
             They are produced in this process, without workers.
+        val_one_pass: Whether a validation reads every document of `val_sources` once instead. The ranks count their rows when the
+            run starts, and those with fewer end with rows that count nothing, so that all take equal steps.
+        val_num_streams: Logical streams of the validation; `None` is the run's `num_streams`. Where it is set, validations read
+            the same line of rows whatever the `global_batch_size`, which then only says how much of it.
         val_every_n_steps: Optimizer steps between validations; `None` leaves the trainer's setting.
         steps_per_epoch: Optimizer steps of what Lightning calls an epoch; `None` is the trainer's `max_steps`.
         loss_weight: `"tokens"`: a micro-batch's gradient counts by its labels that are not -100, so that a step equals that
@@ -71,6 +75,8 @@ class RescalableDataModule(pl.LightningDataModule):
         on_error: Literal["raise", "skip"] = "raise",
         val_sources: Mapping[str, Any] | None = None,
         val_steps: int = 8,
+        val_one_pass: bool = False,
+        val_num_streams: int | None = None,
         val_every_n_steps: int | None = None,
         steps_per_epoch: int | None = None,
         loss_weight: LossWeight = "tokens",
@@ -82,10 +88,12 @@ class RescalableDataModule(pl.LightningDataModule):
         for name, value in counts.items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        if val_sources is None and (val_one_pass or val_num_streams is not None):
+            raise ValueError(f"{val_one_pass=} and {val_num_streams=} do nothing without val_sources; give them too")
         if loss_weight not in ("tokens", "rows", "none"):
             raise ValueError(f"loss_weight={loss_weight!r} must be 'tokens', 'rows' or 'none'")
         self.val_steps, self.val_every_n_steps, self.steps_per_epoch = val_steps, val_every_n_steps, steps_per_epoch
-        self.loss_weight, self._val_sources = loss_weight, val_sources
+        self.loss_weight, self._val_sources, self.val_one_pass = loss_weight, val_sources, val_one_pass
         self._data_rank: dict[str, Any] = {"rank": rank, "world_size": world_size}
         self.tokenizer: Tokenizer = open_tokenizer(tokenizer)
         self._everywhere: dict[str, Any] = {
@@ -98,6 +106,8 @@ class RescalableDataModule(pl.LightningDataModule):
             "sources": sources, "mixture": mixture, "num_workers": num_workers,
             "max_epochs": max_epochs, "multiprocessing_context": multiprocessing_context,
         }  # fmt: skip
+        streams = {"num_streams": val_num_streams} if val_num_streams is not None else {}
+        self._validation: dict[str, Any] = {**self._everywhere, **streams, "one_pass": val_one_pass}
         self.loader: StreamLoader | None = None
         self._feed: Feed | None = None
         self._val_feed: Feed | None = None
@@ -126,10 +136,25 @@ class RescalableDataModule(pl.LightningDataModule):
 
     def _make_val_feed(self, sources: Mapping[str, Any]) -> Feed:
         try:
-            loader = StreamLoader(sources=sources, **self._data_rank, **self._everywhere)
+            loader = StreamLoader(sources, **self._data_rank, **self._validation)
+            steps = self._steps_of_one_pass(sources, loader) if self.val_one_pass else self.val_steps
         except ValueError as error:
             raise ValueError(f"val_sources: {error}") from None
-        return Feed(loader, self.val_steps * loader.slots.accumulate, rewind=True)
+        return Feed(loader, steps * loader.slots.accumulate, rewind=True)
+
+    def _steps_of_one_pass(self, sources: Mapping[str, Any], loader: StreamLoader) -> int:
+        """Return the steps of the rank with most rows; collective where there are several ranks."""
+        slots = loader.slots
+        if slots.world > 1 and dist.is_initialized():
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, _steps_or_error(loader))
+            if errors := [answer for answer in everyone if isinstance(answer, str)]:
+                raise ValueError(errors[0])
+            return max(everyone)
+        mine = steps_of_one_pass(loader)
+        others = [rank for rank in range(slots.world) if rank != slots.rank]  # nobody to ask: count for them
+        loaders = (StreamLoader(sources, rank=r, world_size=slots.world, **self._validation) for r in others)
+        return max([mine, *map(steps_of_one_pass, loaders)])
 
     def train_dataloader(self) -> Feed | StreamLoader:
         """Return the micro-batches of this rank.
@@ -287,6 +312,14 @@ class RescalableDataModule(pl.LightningDataModule):
                 "GradientAccumulationScheduler changes what a step is, and the data module decides that; remove the callback "
                 "and set global_batch_size and micro_batch_size"
             )
+
+
+def _steps_or_error(loader: StreamLoader) -> int | str:
+    """Return the steps of one pass, or what is wrong: the others wait for an answer."""
+    try:
+        return steps_of_one_pass(loader)
+    except ValueError as error:
+        return str(error)
 
 
 def _merged_mix(parts: list[tuple[int, dict[str, dict[str, float]]]]) -> dict[str, dict[str, float]]:
