@@ -1,7 +1,8 @@
 """What the run has really read: share of tokens and epochs, per source.
 
-A mixture is a wish until it is counted. Shares are of the tokens trained on, not of those prefetched. Each rank knows only
-its own, so adding them up may be a collective: every rank asks, at the same steps, and the first one logs.
+A mixture is a wish until it is counted. Shares are of the tokens trained on, not of those prefetched. Streams come to the end
+of their part of a source one by one, so there is an epoch of the slowest stream, of the fastest, and a mean. Each rank knows
+only its own, so adding them up may be a collective: every rank asks, at the same steps, and the first one logs.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from lightning_fms.callbacks.cadence import StepClock, logging_due
 
 
 class DataMix(L.Callback):
-    """Log `data/<source>/share`, `target`, `epoch` and `tokens` from `trainer.datamodule.mix_report()`.
+    """Log `data/<source>/share`, `target`, `tokens`, `epoch`, `epoch_min`, `epoch_max` from `trainer.datamodule.mix_report()`.
 
     That method is called on all ranks on logging steps, and on no others, so it may communicate.
 

@@ -229,15 +229,19 @@ class StreamLoader:
         return {name: source.listing for name, source in self._sources.items()}
 
     def mix_report(self) -> dict[str, dict[str, float]]:
-        """Return, by source, this rank's `share` of tokens so far, its `target` share, mean `epoch`, and `tokens`."""
+        """Return, by source, this rank's `share` of tokens so far, its `target` share, `tokens`, and the epoch of its streams.
+
+        `epoch` is the mean over the streams, `epoch_min` that of the slowest and `epoch_max` that of the fastest.
+        """
         columns, report = self._columns, {}
         tokens = self._rows[:, columns.tokens].sum(axis=0)
         target = self._recipe.weights(self._first_row)
-        epochs = self._rows[:, columns.epoch].mean(axis=0)
+        epochs = self._rows[:, columns.epoch]
         for i, name in enumerate(columns.sources):
             share = float(tokens[i] / max(1, tokens.sum()))
             report[name] = {
-                "share": share, "target": float(target[i]), "epoch": float(epochs[i]), "tokens": float(tokens[i])
+                "share": share, "target": float(target[i]), "tokens": float(tokens[i]), "epoch": float(epochs[:, i].mean()),
+                "epoch_min": float(epochs[:, i].min()), "epoch_max": float(epochs[:, i].max()),
             }  # fmt: skip
         return report
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_fms.data.cursor import State, merge_states
 from lightning_fms.data.feed import Feed, steps_of_one_pass
@@ -203,6 +204,8 @@ class RescalableDataModule(pl.LightningDataModule):
                 "position holds one rank only; resume from an earlier checkpoint"
             )
         self.loader.load_state_dict(state_dict)
+        for line in self._skipped():
+            rank_zero_info(line)
         if self._link is not None and self.trainer is not None:
             self._link.resumed_accumulate = state_dict["header"]["accumulate"]
             self._tell(self.trainer)  # the run's number of streams may make another number of micro-batches a step
@@ -226,11 +229,21 @@ class RescalableDataModule(pl.LightningDataModule):
             files = (
                 f"{len(listing.names):,} files, {listing.total_bytes / 1e6:,.1f} MB" if listing else "no longer there"
             )
-            lines.append(f"  source {name}: {files}, {entry['target']:.1%} of the tokens, epoch {entry['epoch']:.2f}")
-        return lines
+            epochs = f"epoch {entry['epoch']:.2f}"
+            if entry["epoch_min"] < entry["epoch_max"]:
+                epochs += f" (streams from {entry['epoch_min']:.0f} to {entry['epoch_max']:.0f})"
+            lines.append(f"  source {name}: {files}, {entry['target']:.1%} of the tokens, {epochs}")
+        return lines + self._skipped()
+
+    def _skipped(self) -> list[str]:
+        count = self.loader.skipped_documents if self.loader is not None else 0
+        lost = f"data: {count} document(s) that were begun lost their rest at the resume: the tokenizer or the sources changed"
+        return [lost] if count else []
 
     def mix_report(self) -> dict[str, dict[str, float]]:
-        """Return, by source, its `share` of all tokens so far, its `target` share, mean `epoch` of the streams, and `tokens`.
+        """Return, by source, its `share` of all tokens so far, its `target` share, `tokens`, and the epoch of the streams.
+
+        `epoch` is the mean over all streams, `epoch_min` and `epoch_max` are those of the slowest and the fastest.
 
         Collective where there are several ranks: call it on all of them, and not at every step.
         """
@@ -330,7 +343,11 @@ def _merged_mix(parts: list[tuple[int, dict[str, dict[str, float]]]]) -> dict[st
     for name, entry in parts[0][1].items():
         tokens = sum(report[name]["tokens"] for _, report in parts)
         epoch = sum(count * report[name]["epoch"] for count, report in parts) / streams
-        merged[name] = {**entry, "share": tokens / max(1.0, everything), "epoch": epoch, "tokens": tokens}
+        merged[name] = {
+            **entry, "share": tokens / max(1.0, everything), "epoch": epoch, "tokens": tokens,
+            "epoch_min": min(report[name]["epoch_min"] for _, report in parts),
+            "epoch_max": max(report[name]["epoch_max"] for _, report in parts),
+        }  # fmt: skip
     return merged
 
 
