@@ -108,8 +108,10 @@ def edit_index(folder: Path, **changes: object) -> None:
 
 
 def test_an_index_that_is_none(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "chunk-0-0.bin").write_bytes(bytes(10))
     with pytest.raises(ValueError, match=r"index.json: not a readable litdata index \(.*No such file"):
-        LitdataChunks(tmp_path)
+        LitdataChunks(tmp_path / "other")
     for content, words in (
         ('{"chunks": [', "not a readable litdata index"),
         ("[]", "not a litdata index with chunks"),

@@ -18,10 +18,11 @@ from lightning_fms.data.sources.parquet import Parquet
 from lightning_fms.data.sources.python_source import PythonSource
 from lightning_fms.data.sources.source import Document, DocumentError, Source, Window
 from lightning_fms.data.sources.token_files import TokenFiles, open_token_files
+from lightning_fms.data.sources.whole_files import WholeFiles
 
 __all__ = [
     "Arrow", "Cache", "CompressedLines", "Document", "DocumentError", "JsonLines", "Listing", "LitdataChunks", "MegatronTokens",
-    "Parquet", "PythonSource", "Source", "Text", "TokenFiles", "Window", "list_files", "open_source", "open_sources",
+    "Parquet", "PythonSource", "Source", "Text", "TokenFiles", "WholeFiles", "Window", "list_files", "open_source", "open_sources",
 ]  # fmt: skip
 
 _JSONL = (".jsonl", ".json", ".ndjson")
@@ -29,6 +30,7 @@ _TEXT = (".txt", ".md", ".text", ".rst", ".py")
 _TOKENS = (".bin", ".idx")
 _PARQUET = (".parquet", ".pq")
 _ARROW = (".arrow", ".feather", ".ipc")
+_WHOLE = {"parquet": _PARQUET, "Arrow": _ARROW, "tokens": _TOKENS}
 _FORMATS = (
     f"{', '.join(_JSONL)} (JSON lines), {', '.join(_TEXT)} (text), both also with .gz or .zst, {_PARQUET[0]}, "
     f"{', '.join(_ARROW)}, {_TOKENS[0]} (tokens), a folder of litdata chunks or of `datasets.save_to_disk`"
@@ -80,54 +82,68 @@ def open_source(
     bos_id: int | None = None,
     records: bool = False,
     cache: Cache | str | Path | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Source:
     """Open one source; the format follows from the file names.
 
     Args:
-        path: File, folder, glob or list of them, all of one format; a litdata `StreamingDataset`; or an object that implements
-            `Source`.
+        path: File, folder, glob or list of them, all of one format, local or remote (`s3://bucket/folder`); a litdata
+            `StreamingDataset`; or an object that implements `Source`.
         text_key: Key of the text in a JSON record or a litdata item, or its column; default `"text"`.
         split: How plain text is cut into documents; see `Text`.
         dtype, eos_id, bos_id: What bare token files hold; see `TokenFiles`.
-        records: Whether `read` returns whole records (a dictionary of all fields) instead of their text.
-        cache: Where formats that cannot be read in place are decoded to: a `Cache`, or its folder; default: `Cache()`.
+        records: Whether a document is a whole record: a dictionary of all fields (JSON lines, parquet, Arrow), or the bytes of
+            a file of any other format; text stays text.
+        cache: Where remote blocks, and formats that cannot be read in place, are kept: a `Cache`, or its folder; default:
+            `Cache()`.
+        storage_options: For the client of a remote store: credentials, endpoint. Most find them in the environment.
 
     Raises:
         ValueError: If nothing is found, formats are mixed or unknown, or an option does not belong to the format.
     """
     options = {"text_key": text_key, "split": split, "dtype": dtype, "eos_id": eos_id, "bos_id": bos_id}
-    options["records"] = records or None
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    given |= {"records": True} if records else {}
     if isinstance(path, Source):
         return _without(given, path, "a Source object")
     if isinstance(path, CombinedStreamingDataset):
         raise ValueError("a CombinedStreamingDataset is several sources; give it as `sources` itself")
     if isinstance(path, StreamingDataset):
         path = folder_of(path)
-    if isinstance(path, (str, Path)) and (Path(path).expanduser() / "index.json").is_file():
-        return LitdataChunks(path, **_only(given, "a litdata folder", "text_key"))
-    if isinstance(path, (str, Path)):
-        path = saved_dataset(Path(path).expanduser()) or path
-    listing = list_files(path)
     cache = cache if isinstance(cache, Cache) else Cache(cache)
-    suffixes = {plain_suffix(name) for name in listing.names}
-    if given.pop("records", False):
-        _only(given, "whole records")
-        given = {"text_key": None}
-    if suffixes <= set(_JSONL):
-        return open_lines(JsonLines(listing, **_only(given, "JSON lines", "text_key")), cache)
-    if suffixes <= set(_TEXT):
-        return open_lines(Text(listing, **_only(given, "plain text", "split")), cache)
-    if suffixes <= set(_PARQUET):
-        return Parquet(listing, cache, **_only(given, "parquet", "text_key"))
-    if suffixes <= set(_ARROW):
-        return Arrow(listing, cache, **_only(given, "Arrow", "text_key"))
-    if suffixes <= set(_TOKENS):
+    listing = saved_dataset(list_files(path, storage_options=storage_options, cache=cache))
+    if "index.json" in listing.names:
+        return LitdataChunks(listing, **_only(given, "a litdata folder", "text_key"))
+    return _open_listing(listing, given, cache)
+
+
+def _open_listing(listing: Listing, given: dict[str, Any], cache: Cache) -> Source:
+    formats = {_format(name) for name in listing.names}
+    suffixes = sorted({Path(name).suffix.lower() for name in listing.names})
+    if len(formats) > 1:
+        raise ValueError(f"{listing.root}: mixes formats {suffixes}; a source has one, so name the files by a glob")
+    found = formats.pop()
+    if found == "tokens":
         return open_token_files(listing, **_only(given, "token files", "dtype", "eos_id", "bos_id"))
-    known = suffixes & {*_JSONL, *_TEXT, *_PARQUET, *_ARROW, *_TOKENS}
-    if known:
-        raise ValueError(f"{path}: mixes formats {sorted(suffixes)}; a source has one, so name the files by a glob")
-    raise ValueError(f"{path}: unknown format {sorted(suffixes)}; known are {_FORMATS}")
+    records = given.pop("records", False)
+    if found == "text":
+        return open_lines(Text(listing, **_only(given, "plain text", "split")), cache)
+    if found is None and records:
+        return WholeFiles(listing, **_only(given, "whole files"))
+    if found is None:
+        raise ValueError(f"{listing.root}: unknown format {suffixes}; known are {_FORMATS}")
+    key = {"text_key": None, **_only(given, "whole records")} if records else _only(given, str(found), "text_key")
+    if found == "JSON lines":
+        return open_lines(JsonLines(listing, **key), cache)
+    return Parquet(listing, cache, **key) if found == "parquet" else Arrow(listing, cache, **key)
+
+
+def _format(name: str) -> str | None:
+    for found, suffixes in (("JSON lines", _JSONL), ("text", _TEXT)):
+        if plain_suffix(name) in suffixes:
+            return found
+    suffix = Path(name).suffix.lower()
+    return next((found for found, known in _WHOLE.items() if suffix in known), None)
 
 
 def _without(given: dict[str, Any], source: Source, what: str) -> Source:

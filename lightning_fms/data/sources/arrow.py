@@ -7,7 +7,6 @@ others would end the process when one is cut. Decoding reads one record batch in
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -101,18 +100,29 @@ class _Spans:
         self.closed = True
 
 
-def saved_dataset(folder: Path) -> list[Path] | None:
-    """Return the Arrow files of a folder that `datasets.save_to_disk` wrote, in its order; `None` for another folder.
+def saved_dataset(listing: Listing) -> Listing:
+    """Return what a folder that `datasets.save_to_disk` wrote holds as data, in its order; another listing as it is.
 
     Raises:
         ValueError: If the folder holds several splits, or an order that only `datasets` can follow.
     """
-    if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-        raise ValueError(f"{folder}: holds the splits {splits}; name the folder of one, such as {folder / splits[0]}")
-    if not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
-        return None
-    state = json.loads((folder / "state.json").read_text())
+    if "dataset_dict.json" in listing.names:
+        splits = _read_json(listing, "dataset_dict.json")["splits"]
+        raise ValueError(
+            f"{listing.root}: holds the splits {splits}; name the folder of one, such as {listing.root / splits[0]}"
+        )
+    if not {"state.json", "dataset_info.json"} <= set(listing.names):
+        return listing
+    state = _read_json(listing, "state.json")
     if state.get("_indices_data_files"):
-        raise ValueError(f"{folder}: its rows are chosen by an index; save dataset.flatten_indices() instead")
-    return [folder / file["filename"] for file in state["_data_files"]]
+        raise ValueError(f"{listing.root}: its rows are chosen by an index; save dataset.flatten_indices() instead")
+    names = [file["filename"] for file in state["_data_files"]]
+    files = listing.existing(names)
+    if missing := sorted(set(names) - set(files.names)):
+        raise ValueError(f"{listing.root / missing[0]}: the file is named in state.json but missing; restore it")
+    return files
+
+
+def _read_json(listing: Listing, name: str) -> dict:
+    file = listing.names.index(name)
+    return json.loads(FileReader(listing).read(file, 0, int(listing.sizes[file])))

@@ -2,13 +2,14 @@
 
 Files are read with `pread` and every length is checked: a file that was cut after the listing gives an error that names
 it, where a memory map would end the process with a bus error. Descriptors are kept open, a bounded number of them;
-forked processes may share them, because `pread` has no position.
+forked processes may share them, because `pread` has no position. Remote files are read through blocks in the cache.
 """
 
 import io
 import os
 from collections import OrderedDict
 
+from lightning_fms.data.sources.blocks import RemoteBlocks
 from lightning_fms.data.sources.listing import Listing
 from lightning_fms.data.sources.source import DocumentError
 
@@ -26,13 +27,17 @@ class FileReader:
     def __init__(self, listing: Listing) -> None:
         self._listing = listing
         self._open: OrderedDict[int, int] = OrderedDict()
+        self._blocks = RemoteBlocks(listing.remote) if listing.remote else None
 
     def read(self, file: int, start: int, length: int) -> bytes:
         """Read exactly `length` bytes.
 
         Raises:
             DocumentError: If the file is gone, unreadable, or ends early.
+            ValueError: If a remote file cannot be reached.
         """
+        if self._blocks is not None:
+            return self._blocks.read(self._listing.path(file), file, int(self._listing.sizes[file]), start, length)
         at, missing, parts = start, length, []
         try:
             descriptor = self._descriptor(file)
@@ -55,6 +60,8 @@ class FileReader:
             DocumentError: If the file is gone, or has another size than was listed.
         """
         path = self._listing.path(file)
+        if self._listing.remote is not None:
+            return str(path), int(self._listing.sizes[file]), self._listing.remote.versions[file]
         try:
             status = os.stat(path)
         except OSError as error:

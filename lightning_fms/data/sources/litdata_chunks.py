@@ -13,7 +13,7 @@ import numpy as np
 from litdata.constants import _INDEX_FILENAME
 
 from lightning_fms.data.sources.files import FileReader
-from lightning_fms.data.sources.listing import Listing
+from lightning_fms.data.sources.listing import Listing, list_files
 from lightning_fms.data.sources.litdata_items import Column, Leaf, choose_leaf
 from lightning_fms.data.sources.source import Document, DocumentError, Window
 
@@ -25,7 +25,7 @@ class LitdataChunks:
     """A folder of litdata chunks; a document is an item, or one field of it.
 
     Args:
-        folder: The folder that holds `index.json`.
+        folder: The folder that holds `index.json`, or its listing.
         text_key: Which field of an item is the document: a string, or a 1-D integer array. `None` is the only field, or
             `"text"`. Fields of fields are named with dots.
 
@@ -35,16 +35,17 @@ class LitdataChunks:
 
     listing: Listing
 
-    def __init__(self, folder: str | Path, text_key: str | None = None) -> None:
-        folder = Path(folder).expanduser().absolute()
-        index = _read_index(folder / _INDEX_FILENAME)
-        self._leaf = choose_leaf(index["config"], index["chunks"], folder, text_key)
+    def __init__(self, folder: str | Path | Listing, text_key: str | None = None) -> None:
+        listing = folder if isinstance(folder, Listing) else list_files(folder)
+        index = _read_index(listing)
+        self._leaf = choose_leaf(index["config"], index["chunks"], listing.root, text_key)
         names = tuple(chunk["filename"] for chunk in index["chunks"])
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise ValueError(f"{folder / missing[0]}: the chunk is named in {_INDEX_FILENAME} but missing; restore it")
-        sizes = np.array([(folder / name).stat().st_size for name in names], dtype=np.int64)
-        self.listing = Listing(folder, names, sizes, splittable=False)
+        chunks = listing.existing(names)
+        if missing := sorted(set(names) - set(chunks.names)):
+            raise ValueError(
+                f"{listing.root / missing[0]}: the chunk is named in {_INDEX_FILENAME} but missing; restore it"
+            )
+        self.listing = chunks.unsplittable()
         self._files = FileReader(self.listing)
         self._tables: OrderedDict[int, tuple[np.ndarray, np.ndarray, Leaf | Column]] = OrderedDict()
 
@@ -90,10 +91,14 @@ class LitdataChunks:
         return found
 
 
-def _read_index(path: Path) -> dict:
+def _read_index(listing: Listing) -> dict:
+    path = listing.root / _INDEX_FILENAME
+    if _INDEX_FILENAME not in listing.names:
+        raise ValueError(f"{path}: not a readable litdata index (No such file)")
+    file = listing.names.index(_INDEX_FILENAME)
     try:
-        index = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        index = json.loads(FileReader(listing).read(file, 0, int(listing.sizes[file])))
+    except ValueError as error:
         raise ValueError(f"{path}: not a readable litdata index ({error})") from None
     if not isinstance(index, dict) or not index.get("chunks") or not isinstance(index.get("config"), dict):
         raise ValueError(f"{path}: not a litdata index with chunks; write the folder with litdata.optimize")

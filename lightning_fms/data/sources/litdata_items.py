@@ -10,7 +10,6 @@ import json
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import pyarrow as pa
 import torch
 from litdata.constants import _NUMPY_DTYPES_MAPPING, _TORCH_DTYPES_MAPPING
 
+from lightning_fms.data.sources.remote import Location
 from lightning_fms.data.sources.source import Document
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64)
@@ -103,7 +103,7 @@ class Leaf:
         return starts, lengths, Column(parts[0][2])
 
 
-def choose_leaf(config: dict[str, Any], chunks: Sequence[dict], folder: Path, text_key: str | None) -> Leaf:
+def choose_leaf(config: dict[str, Any], chunks: Sequence[dict], folder: Location, text_key: str | None) -> Leaf:
     """Return the leaf that is the document.
 
     Args:

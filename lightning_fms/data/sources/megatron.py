@@ -8,12 +8,12 @@ found by bisection with small reads.
 
 import struct
 from bisect import bisect_left
-from pathlib import Path
 
 import numpy as np
 
 from lightning_fms.data.sources.files import FileReader
 from lightning_fms.data.sources.listing import Listing, Paths, list_files
+from lightning_fms.data.sources.remote import Location
 from lightning_fms.data.sources.source import Document, DocumentError, Window
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -37,12 +37,9 @@ class MegatronTokens:
         listing = paths if isinstance(paths, Listing) else list_files(paths)
         bins = [i for i, name in enumerate(listing.names) if not name.endswith(".idx")]
         names = tuple(listing.names[i] for i in bins)
-        indexes = [listing.root / index_name(name) for name in names]
-        if missing := [path for path in indexes if not path.is_file()]:
-            raise ValueError(f"{missing[0]}: the index of a .bin file is missing; restore it")
-        self.listing = Listing(listing.root, names, listing.sizes[bins])
-        sizes = np.array([path.stat().st_size for path in indexes], dtype=np.int64)
-        self._index_files = Listing(listing.root, tuple(map(index_name, names)), sizes)
+        self.listing, self._index_files = listing.take(bins), listing.existing(map(index_name, names))
+        if missing := [name for name in map(index_name, names) if name not in self._index_files.names]:
+            raise ValueError(f"{listing.root / missing[0]}: the index of a .bin file is missing; restore it")
         self._files, self._indexes = FileReader(self.listing), FileReader(self._index_files)
         self._opened: dict[int, _Index] = {}
         for file in range(min(len(names), 8)):  # enough to see a mistake early; a thousand files would take their time
@@ -83,7 +80,7 @@ class _Index:
         data_size: Bytes of the `.bin` file.
     """
 
-    def __init__(self, files: FileReader, file: int, path: Path, size: int, data_size: int) -> None:
+    def __init__(self, files: FileReader, file: int, path: Location, size: int, data_size: int) -> None:
         self._files, self._file, self._path = files, file, path
         if size < _HEADER.size:
             raise self._error(f"has {size} bytes, less than the header of a Megatron index")

@@ -81,7 +81,7 @@ class PythonSource:
             return self._parsed[file]
         path = self.listing.path(file)
         try:
-            data = path.read_bytes()
+            data = Path(path).read_bytes()
             encoding, _ = tokenize.detect_encoding(BytesIO(data).readline)
             text = data.decode(encoding)
             documents = {0: (len(data), text)} if self.kind == "code" else _prose(data)

@@ -144,7 +144,8 @@ def open_token_files(listing: Listing, **options: object) -> Source:
         raise ValueError(
             f"{listing.root / lonely[0]}: its .bin file is not among the files; name both, or the .bin file"
         )
-    indexed = [name for name in bins if (listing.root / index_name(name)).is_file()]
+    indexes = set(listing.existing(map(index_name, bins)).names)
+    indexed = [name for name in bins if index_name(name) in indexes]
     if not indexed:
         return TokenFiles(listing, **options)  # type: ignore[arg-type]
     if len(indexed) < len(bins):
