@@ -51,7 +51,7 @@ class Arrow(Decoded):
             return
         before = [span for span in messages.others if span[0] < batches[0][0]]
         reader = self._reader(file, [*before, (batches[0][0], batches[-1][1])])
-        row = int(layout.rows[unit])
+        row = layout.rows[unit]
         while (batch := self._next(reader, row)) is not None:
             for start in range(0, len(batch), _SLICE):
                 yield from to_documents(batch.slice(start, _SLICE), self.text_key, row + start)

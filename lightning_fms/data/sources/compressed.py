@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import IO, cast
 
-import numpy as np
 import pyarrow as pa
 
 from lightning_fms.data.sources.cache import Cache
@@ -67,8 +66,7 @@ class CompressedLines(Decoded):
 
     def layout(self, file: int) -> Layout:
         """Take the file as one unit."""
-        ends = (int(self.listing.sizes[file]), self.count(file), 1)
-        return Layout(*(np.array([0, end], dtype=np.int64) for end in ends))
+        return Layout([0, int(self.listing.sizes[file])], [0, self.count(file)], [0, 1])
 
     def decode(self, file: int, layout: Layout, unit: int) -> Iterator[Item]:
         """Decode the documents of the file in order."""

@@ -9,6 +9,7 @@ decoded into the cache when a stream first reads one of its documents (a compres
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
@@ -32,14 +33,20 @@ _LAYOUTS = 1024
 class Layout(NamedTuple):
     """The units of a file.
 
-    starts: int64 [units + 1], address of each unit's first document; the last is the size of the file.
-    rows: int64 [units + 1], number in the file of each unit's first document; the last is the number of documents.
-    parts: int64 [units + 1], number of each unit's first row group or record batch; the last is their number.
+    starts: `[units + 1]`, address of each unit's first document; the last is the size of the file.
+    rows: `[units + 1]`, number in the file of each unit's first document; the last is the number of documents.
+    parts: `[units + 1]`, number of each unit's first row group or record batch; the last is their number.
     """
 
-    starts: np.ndarray
-    rows: np.ndarray
-    parts: np.ndarray
+    starts: list[int]
+    rows: list[int]
+    parts: list[int]
+
+
+class _File(NamedTuple):
+    identity: tuple
+    layout: Layout
+    keys: dict[int, str]  # of the units, in the cache
 
 
 class Decoded(ABC):
@@ -57,7 +64,7 @@ class Decoded(ABC):
         self._files = FileReader(listing)
         self._units = Units(cache)
         self._options, self._pickled = options, pickled
-        self._layouts: OrderedDict[int, tuple[object, Layout]] = OrderedDict()
+        self._layouts: OrderedDict[int, _File] = OrderedDict()
 
     @abstractmethod
     def layout(self, file: int) -> Layout:
@@ -69,12 +76,12 @@ class Decoded(ABC):
 
     def window(self, file: int, start: int, stop: int) -> Window:
         """Find the documents whose addresses lie in bytes `[start, stop)`."""
-        layout = self._layout(file)
+        layout = self._file(file).layout
         addresses, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        unit = int(np.searchsorted(layout.starts, start, side="right")) - 1
+        unit = bisect_right(layout.starts, start) - 1
         while unit < len(layout.starts) - 1 and layout.starts[unit] < stop:
-            low, size = int(layout.starts[unit]), int(layout.starts[unit + 1] - layout.starts[unit])
-            count = int(layout.rows[unit + 1] - layout.rows[unit])
+            low, size = layout.starts[unit], layout.starts[unit + 1] - layout.starts[unit]
+            count = layout.rows[unit + 1] - layout.rows[unit]
             first, last = (min(max(-(-(edge - low) * count // size), 0), count) for edge in (start, stop))
             found = np.arange(first, last, dtype=np.int64)
             whole, rest = divmod(size, max(count, 1))
@@ -85,40 +92,41 @@ class Decoded(ABC):
 
     def read(self, file: int, start: int, row: int) -> Document:
         """Read the document with number `row` in the file; its address is not needed."""
-        layout = self._layout(file)
-        unit = int(np.searchsorted(layout.rows, row, side="right")) - 1
-        write = partial(self._write, file, layout, unit)
+        identity, layout, keys = self._file(file)
+        unit = bisect_right(layout.rows, row) - 1
+        if unit not in keys:
+            keys[unit] = self._key(identity, unit)
         try:
-            return self._units.read(self._key(file, unit), row - int(layout.rows[unit]), write)
+            write = partial(self._write, file, layout, unit)
+            return self._units.read(keys[unit], row - layout.rows[unit], write)
         except DocumentError as error:
             raise self._named(file, error) from None
 
     def count(self, file: int) -> int:
         """Count the documents of a file by decoding it as its unit 0."""
-        parts = np.zeros(2, dtype=np.int64)
-        return self._units.rows(self._key(file, 0), partial(self._write, file, Layout(parts, parts, parts), 0))
+        write = partial(self._write, file, Layout([0, 0], [0, 0], [0, 0]), 0)
+        return self._units.rows(self._key(self._files.identity(file), 0), write)
 
-    def _layout(self, file: int) -> Layout:
+    def _file(self, file: int) -> _File:
         if file not in self._layouts:
             identity = self._files.identity(file)
             try:
-                self._layouts[file] = identity, self.layout(file)
+                self._layouts[file] = _File(identity, self.layout(file), {})
             except DocumentError as error:
                 raise self._named(file, error) from None
             while len(self._layouts) > _LAYOUTS:
                 self._layouts.popitem(last=False)
         self._layouts.move_to_end(file)
-        return self._layouts[file][1]
+        return self._layouts[file]
 
-    def _key(self, file: int, unit: int) -> str:
-        identity = self._layouts[file][0] if file in self._layouts else self._files.identity(file)
+    def _key(self, identity: tuple, unit: int) -> str:
         return cache_key("unit", type(self).__name__, self._options, identity, unit)
 
     def _write(self, file: int, layout: Layout, unit: int, folder: Path) -> None:
-        if file in self._layouts and self._files.identity(file) != self._layouts[file][0]:
+        if file in self._layouts and self._files.identity(file) != self._layouts[file].identity:
             raise DocumentError("was replaced while the run reads it; restore it, or restart the run")
         rows = write_unit(folder, self.decode(file, layout, unit), self._pickled)
-        expected = int(layout.rows[unit + 1] - layout.rows[unit])
+        expected = layout.rows[unit + 1] - layout.rows[unit]
         if rows != expected and file in self._layouts:
             raise DocumentError(f"holds {rows} documents where it claims {expected}; restore it")
 
@@ -143,8 +151,4 @@ def group(sizes: np.ndarray, rows: np.ndarray, file_size: int) -> Layout:
     edges.append(len(sizes))
     total = max(int(ends[-1]), 1)
     starts = [file_size * int(ends[part]) // total for part in edges[:-1]]
-    return Layout(
-        np.array([*starts, file_size], dtype=np.int64),
-        np.concatenate(([0], np.cumsum(rows)))[edges].astype(np.int64),
-        np.array(edges, dtype=np.int64),
-    )
+    return Layout([*starts, file_size], np.concatenate(([0], np.cumsum(rows)))[edges].astype(np.int64).tolist(), edges)

@@ -46,7 +46,7 @@ class Parquet(Decoded):
     def decode(self, file: int, layout: Layout, unit: int) -> Iterator[Item]:
         """Decode the row groups of a unit."""
         parquet = self._open(file)
-        row = int(layout.rows[unit])
+        row = layout.rows[unit]
         columns = [self.text_key] if self.text_key is not None else None
         for part in range(layout.parts[unit], layout.parts[unit + 1]):
             metadata = parquet.metadata.row_group(part)

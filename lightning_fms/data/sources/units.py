@@ -14,8 +14,10 @@ import json
 import os
 import pickle
 import struct
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,14 +91,14 @@ def _write_chunk(folder: Path, number: int, items: list[bytes]) -> dict:
     header = (len(items) + 2) * _WORD
     ends = header + np.cumsum([0, *map(len, items)])
     name = f"chunk-0-{number}.bin"
-    with (folder / name).open("wb") as file:
+    with (folder / name).open("wb", buffering=1 << 20) as file:
         file.write(np.uint32(len(items)).tobytes() + ends.astype(np.uint32).tobytes())
         file.writelines(items)
     return {"chunk_bytes": int(ends[-1]), "chunk_size": len(items), "dim": None, "filename": name}
 
 
 class _Unit(NamedTuple):
-    first_rows: np.ndarray  # int64 [chunks + 1]; the last is the number of rows
+    first_rows: list[int]  # of each chunk; one more, which is the number of rows
     names: list[str]
     pickled: bool
     errors: dict[str, str]
@@ -116,7 +118,7 @@ class Units:
 
     def rows(self, key: str, write: Callable[[Path], None]) -> int:
         """Return the number of documents of a unit."""
-        return int(self._unit(key, write).first_rows[-1])
+        return self._unit(key, write).first_rows[-1]
 
     def read(self, key: str, row: int, write: Callable[[Path], None]) -> Document:
         """Read document `row` of a unit.
@@ -125,11 +127,11 @@ class Units:
             DocumentError: With what was wrong when it was decoded.
         """
         unit = self._unit(key, write)
-        if str(row) in unit.errors:
+        if unit.errors and str(row) in unit.errors:
             raise DocumentError(unit.errors[str(row)])
-        chunk = int(np.searchsorted(unit.first_rows, row, side="right")) - 1
+        chunk = bisect_right(unit.first_rows, row) - 1
         descriptor = self._descriptor(key, unit.names[chunk], write)
-        at = (1 + row - int(unit.first_rows[chunk])) * _WORD
+        at = (1 + row - unit.first_rows[chunk]) * _WORD
         start, stop = struct.unpack("<2I", _read(descriptor, at, 2 * _WORD))
         data = _read(descriptor, start + _WORD, stop - start - _WORD)
         return pickle.loads(data) if unit.pickled else data.decode("utf-8", "surrogatepass")
@@ -141,7 +143,7 @@ class Units:
         index = self._json(key, _INDEX_FILENAME, write)
         config, chunks = index["config"], index["chunks"]
         self._units[key] = _Unit(
-            np.cumsum([0, *(chunk["chunk_size"] for chunk in chunks)], dtype=np.int64),
+            [0, *accumulate(chunk["chunk_size"] for chunk in chunks)],
             [chunk["filename"] for chunk in chunks],
             config["data_format"] == ["pickle"],
             self._json(key, _ERRORS, write) if config["broken"] else {},
