@@ -1,7 +1,7 @@
 """Rescalable streaming data: the same global batches on any number of ranks, workers and micro-batches.
 
-`order slots mixture segments cursor draws packing items stream workers loader audit` need nothing but torch, so that worker processes and plain
-loops do not load Lightning; `feed link module` tie them to it and load on first use.
+`feed link module` tie it to Lightning and load on first use. All the rest needs nothing but torch, so that worker processes and
+plain loops do not load Lightning.
 """
 
 from importlib import import_module
