@@ -27,7 +27,7 @@ from lightning_fms.data.sources.units import Item, Units, write_unit
 UNIT_BYTES = 4 << 20
 """Row groups and record batches are taken together until they have so many bytes: a unit costs files."""
 
-_LAYOUTS = 1024
+_LAYOUTS, _FAILED = 1024, 1024
 
 
 class Layout(NamedTuple):
@@ -65,6 +65,9 @@ class Decoded(ABC):
         self._units = Units(cache)
         self._options, self._pickled = options, pickled
         self._layouts: OrderedDict[int, _File] = OrderedDict()
+        self._failed: OrderedDict[str, str] = (
+            OrderedDict()
+        )  # units by key: what is broken stays so, and costs nothing again
 
     @abstractmethod
     def layout(self, file: int) -> Layout:
@@ -123,9 +126,19 @@ class Decoded(ABC):
         return cache_key("unit", type(self).__name__, self._options, identity, unit)
 
     def _write(self, file: int, layout: Layout, unit: int, folder: Path) -> None:
-        if file in self._layouts and self._files.identity(file) != self._layouts[file].identity:
+        identity = self._files.identity(file)
+        if file in self._layouts and identity != self._layouts[file].identity:
             raise DocumentError("was replaced while the run reads it; restore it, or restart the run")
-        rows = write_unit(folder, self.decode(file, layout, unit), self._pickled)
+        key = self._key(identity, unit)
+        if key in self._failed:
+            raise DocumentError(self._failed[key])
+        try:
+            rows = write_unit(folder, self.decode(file, layout, unit), self._pickled)
+        except DocumentError as error:
+            self._failed[key] = str(error)
+            while len(self._failed) > _FAILED:
+                self._failed.popitem(last=False)
+            raise
         expected = layout.rows[unit + 1] - layout.rows[unit]
         if rows != expected and file in self._layouts:
             raise DocumentError(f"holds {rows} documents where it claims {expected}; restore it")
