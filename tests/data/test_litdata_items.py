@@ -14,6 +14,7 @@ import torch
 
 from lightning_fms.data import StreamLoader
 from lightning_fms.data.sources import DocumentError, LitdataChunks, open_source, open_sources
+from lightning_fms.data.sources.litdata_datasets import folder_of
 from tests.data.test_litdata_chunks import COUNT, documents, optimize
 
 Item = Callable[[int], Any]
@@ -256,6 +257,15 @@ def test_a_combined_dataset_gives_folders_and_weights(folders: dict[str, Path], 
         f"{folders['row'].parent.name}/row",
         "else/row",
     ]
+
+
+def test_a_remote_dataset_is_its_address(folders: dict[str, Path]) -> None:
+    dataset = litdata.StreamingDataset(str(folders["row"]))
+    dataset.input_dir.url = "s3://bucket/row"
+    assert folder_of(dataset) == "s3://bucket/row"
+    dataset.storage_options = {"endpoint_url": "http://here"}
+    with pytest.raises(ValueError, match="give its address, s3://bucket/row, with storage_options of the source"):
+        folder_of(dataset)
 
 
 def test_dataset_objects_that_would_be_ignored_in_part(folders: dict[str, Path]) -> None:

@@ -31,6 +31,11 @@ def folder_of(dataset: StreamingDataset) -> str:
             f"a StreamingDataset with item_loader={type(dataset.item_loader).__name__} cannot be a source; known are "
             "TokensLoader and PyTreeLoader; name the files themselves"
         )
+    if dataset.input_dir.url and (dataset.storage_options or dataset.session_options):
+        raise ValueError(
+            f"a StreamingDataset with storage_options= cannot be a source: they are for litdata's own clients; give its address, "
+            f"{dataset.input_dir.url}, with storage_options of the source"
+        )
     index = json.loads(Path(dataset.input_dir.path, _INDEX_FILENAME).read_text())
     items = sum(chunk["chunk_size"] for chunk in index["chunks"])
     if (taken := sum(int(stop - start) for start, stop in dataset.region_of_interest)) != items:
