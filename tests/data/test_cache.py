@@ -158,7 +158,7 @@ def test_a_full_disk_is_one_error(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(
-        ValueError, match=r"the cache cannot be written \(No space left on device\); make room, or set LIGHT"
+        ValueError, match=r"the cache cannot be used \(No space left on device\); make room, or set LIGHT"
     ):
         Cache(tmp_path).open(key(1), "block.bin", full)
 

@@ -26,6 +26,7 @@ from lightning_fms.data.sources import (
     stores,
 )
 from lightning_fms.data.sources.stores import open_store, persist
+from tests.data.chains import Phase, run_phase
 from tests.data.cuts import documents, read_all
 
 
@@ -262,6 +263,43 @@ def test_a_read_that_fails_for_good_is_one_error(memory: str, tmp_path: Path, mo
     with pytest.raises(ValueError, match=r"0.jsonl: cannot be read at byte 0 \(reset\); check credentials") as caught:
         source.window(0, 0, 10)
     assert not isinstance(caught.value, DocumentError)  # the document is not to blame: nothing may skip it
+
+
+@pytest.mark.parametrize("name", ["gz", "parquet", "arrow"])
+def test_a_store_that_fails_under_a_decoder_is_not_a_broken_file(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def read(self: object, url: str, start: int, length: int) -> bytes:
+        raise ConnectionError("reset")
+
+    source = open_source(f"{memory}/{name}", cache=tmp_path)
+    monkeypatch.setattr(stores, "_FIRST_WAIT", 0.001)
+    with monkeypatch.context() as patch:
+        patch.setattr(stores.FsspecStore, "read", read)
+        with pytest.raises(ValueError, match=r"cannot be read at byte 0 \(reset\)") as caught:
+            source.window(0, 0, 10)
+        assert not isinstance(caught.value, DocumentError)
+    assert len(read_all(source)) == 200  # it is back
+
+
+def test_rows_from_a_store_are_the_same_in_forked_workers(s3: str, tmp_path: Path) -> None:
+    sources = {name: {"path": f"{s3}/{name}", "cache": tmp_path / "a"} for name in ("jsonl", "gz", "parquet")}
+    options = {"sources": sources, "seq_len": 64, "num_streams": 4}
+    expected, _ = run_phase(options, Phase(world=1, batch=4, micro=None, steps=4), None, 0)
+    for spec in sources.values():
+        spec["cache"] = tmp_path / "b"
+    rows, _ = run_phase(options, Phase(world=1, batch=4, micro=None, steps=4, workers=2), None, 0)
+    assert rows == expected
+
+
+def test_a_file_system_that_says_little_about_a_lone_file(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = type(fsspec.filesystem("memory"))
+    monkeypatch.setattr(system, "find", lambda self, path, detail: {path: {}})
+    listing = list_files(f"{memory}/jsonl/0.jsonl")
+    assert listing.total_bytes > 1000
+    monkeypatch.setattr(system, "info", lambda self, path: {"size": None})
+    with pytest.raises(ValueError, match=r"0.jsonl: cannot be listed \(the store does not say how large"):
+        list_files(f"{memory}/jsonl/0.jsonl")
 
 
 def test_what_may_pass_is_tried_again_a_bounded_number_of_times() -> None:

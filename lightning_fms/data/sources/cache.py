@@ -42,7 +42,7 @@ class Cache:
 
     Args:
         folder: Where to keep them; default: the environment's `LIGHTNING_FMS_CACHE`, else `lightning_fms` in the user's cache
-            folder. It may be shared by runs and users' processes, not by machines.
+            folder. Runs of one user on one machine may share it; it is trusted, so others must not be able to write to it.
         limit: Bytes to stay under, a number or text such as `"50GB"`; default: the environment's
             `LIGHTNING_FMS_CACHE_LIMIT`, else 50 GB. One entry larger than that still works and goes with the next one.
 
@@ -69,22 +69,18 @@ class Cache:
         Raises:
             ValueError: If the cache cannot be written.
         """
-        entry = self._entry(key)
+        entry, written = self._entry(key), 0
         try:
-            return self._open(entry, name)
-        except FileNotFoundError:
-            pass
-        written = 0
-        try:
+            with suppress(FileNotFoundError):
+                return self._open(entry, name)
             with self._lock(key):
-                try:
+                with suppress(FileNotFoundError):  # another process may have made it meanwhile
                     return self._open(entry, name)
-                except FileNotFoundError:
-                    written = self._make(key, write)
+                written = self._make(key, write)
                 return self._open(entry, name)  # still locked: no other process can have evicted it
         except OSError as error:
             raise ValueError(
-                f"{self.folder}: the cache cannot be written ({error.strerror or error}); make room, or set {FOLDER_VARIABLE} "
+                f"{self.folder}: the cache cannot be used ({error.strerror or error}); make room, or set {FOLDER_VARIABLE} "
                 f"to a folder with space (now limited to {self.limit} bytes by {LIMIT_VARIABLE})"
             ) from None
         finally:

@@ -128,6 +128,10 @@ class FsspecStore:
         self._system.invalidate_cache()
         found = {}
         for name, info in self._system.find(self._path(url), detail=True).items():
+            if info.get("size") is None:  # of a lone file, some systems say nothing here
+                info = self._system.info(name)
+            if info.get("size") is None:
+                raise ValueError(f"the store does not say how large {name} is, so it cannot be read in parts; copy it")
             fields = [f"{field}={info[field]}" for field in _VERSION_FIELDS if info.get(field)]
             version = (
                 " ".join(fields) or uuid4().hex
