@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -83,3 +84,15 @@ def test_a_broken_file_is_decoded_once_and_fails_at_once_from_then_on(
         with pytest.raises(DocumentError, match=r"a.jsonl.gz: cannot be decompressed .*Truncated"):
             source.window(0, 0, 10)
         monkeypatch.setattr(decoded, "write_unit", None)
+
+
+def test_a_source_of_many_files_keeps_few_open(tmp_path: Path) -> None:
+    for i in range(80):
+        (tmp_path / f"{i}.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": str(i)}).encode(), mtime=0))
+    source = open_source(tmp_path / "*.gz", cache=tmp_path / "cache")
+    before = len(os.listdir("/proc/self/fd"))
+    for file in [*range(80), *range(80)]:
+        assert source.read(file, 0, 0) == source.listing.names[file].removesuffix(".jsonl.gz")
+    assert len(os.listdir("/proc/self/fd")) <= before + 40
+    del source
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -16,7 +16,7 @@ from lightning_fms.data.sources.stores import open_store, persist
 
 REMOTE_BLOCK = 4 << 20
 
-_OPEN_BLOCKS = 64
+_OPEN_BLOCKS = 32
 
 
 class RemoteBlocks:

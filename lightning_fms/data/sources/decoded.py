@@ -61,13 +61,11 @@ class Decoded(ABC):
 
     def __init__(self, listing: Listing, cache: Cache, options: tuple, pickled: bool) -> None:
         self.listing = listing
-        self._files = FileReader(listing)
+        self._files = FileReader(listing, keep_open=2)  # a decoder reads one from its start to its end
         self._units = Units(cache)
         self._options, self._pickled = options, pickled
         self._layouts: OrderedDict[int, _File] = OrderedDict()
-        self._failed: OrderedDict[str, str] = (
-            OrderedDict()
-        )  # units by key: what is broken stays so, and costs nothing again
+        self._failed: OrderedDict[str, str] = OrderedDict()  # by key of the unit: what is broken is not decoded again
 
     @abstractmethod
     def layout(self, file: int) -> Layout:

@@ -22,10 +22,11 @@ class FileReader:
 
     Args:
         listing: Where the files are; callers name a file by its index.
+        keep_open: How many of them; each source has its own, and a process may often open no more than 1,024.
     """
 
-    def __init__(self, listing: Listing) -> None:
-        self._listing = listing
+    def __init__(self, listing: Listing, keep_open: int = _OPEN_FILES) -> None:
+        self._listing, self._keep_open = listing, keep_open
         self._open: OrderedDict[int, int] = OrderedDict()
         self._blocks = RemoteBlocks(listing.remote) if listing.remote else None
 
@@ -90,7 +91,7 @@ class FileReader:
         if file in self._open:
             self._open.move_to_end(file)
             return self._open[file]
-        while len(self._open) >= _OPEN_FILES:
+        while len(self._open) >= self._keep_open:
             os.close(self._open.popitem(last=False)[1])
         self._open[file] = os.open(self._listing.path(file), os.O_RDONLY)
         return self._open[file]

@@ -34,7 +34,7 @@ CHUNK_BYTES = 16 << 20
 _ERRORS = "errors.json"
 _MAX_ERRORS = 10_000
 _WORD = 4  # bytes of a uint32
-_OPEN_UNITS, _OPEN_FILES = 1024, 64
+_OPEN_UNITS, _OPEN_FILES = 1024, 32
 
 Item = Document | DocumentError
 """A document, or what is wrong with it."""
