@@ -129,6 +129,20 @@ def test_a_wrong_column_lists_those_there_are(tmp_path: Path) -> None:
         source.window(0, 0, 10)
 
 
+def test_a_broken_batch_is_an_error_and_the_rows_before_it_are_read(tmp_path: Path) -> None:
+    texts = [f"{i} " * 50 for i in range(300)]
+    path = write(tmp_path / "a.arrow", texts, rows=100, compression="zstd")
+    data = bytearray(path.read_bytes())
+    magic = data.rfind(b"\x28\xb5\x2f\xfd")  # of the last Zstandard frame: the texts of the last batch
+    data[magic : magic + 4] = bytes(4)
+    path.write_bytes(data)
+    source = open_source(path, cache=tmp_path / "cache")
+    assert [source.read(0, 0, row) for row in (0, 199)] == [texts[0], texts[199]]
+    for row in (200, 299):
+        with pytest.raises(DocumentError, match=r"a.arrow: rows 200 to 299 cannot be decoded .*; restore the file"):
+            source.read(0, 0, row)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_cut_file_is_an_error_wherever_it_was_cut(tmp_path: Path, stream: bool) -> None:
     path = write(tmp_path / "a.arrow", [str(i) for i in range(100)], rows=10, stream=stream)

@@ -130,18 +130,29 @@ def test_what_is_no_parquet(tmp_path: Path) -> None:
             open_source(path, cache=tmp_path / "cache").window(0, 0, len(data))
 
 
-def test_a_broken_page_names_the_row_and_leaves_nothing(tmp_path: Path) -> None:
+def test_rows_behind_a_broken_page_are_errors_and_the_others_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    texts = [f"{i} " * 20 for i in range(2000)]
-    pq.write_table(pa.table({"text": texts}), path, compression="zstd", use_dictionary=False, data_page_size=1 << 12)
+    texts = [f"{i:04} " * 200 for i in range(40_000)]  # 40 MB: more than is decoded at a time
+    table = pa.table({"text": texts})
+    options = {"compression": "zstd", "use_dictionary": False, "data_page_size": 1 << 12, "row_group_size": 20_000}
+    pq.write_table(table, path, **options)
     data = bytearray(path.read_bytes())
-    data[len(data) // 2 : len(data) // 2 + 200] = bytes(200)
+    middle = len(data) * 2 // 5
+    data[middle : middle + 2000] = bytes(2000)
     path.write_bytes(data)
     source = open_source(path, cache=tmp_path / "cache")
-    assert len(source.window(0, 0, len(data)).refs) == 2000
-    with pytest.raises(DocumentError, match=r"a.parquet: cannot be decoded at or after row \d+ .*; restore the file"):
-        source.read(0, 0, 0)
-    assert not list(tmp_path.rglob("index.json"))
+    window = source.window(0, 0, len(data))
+    assert len(window.refs) == 40_000
+    broken = []
+    for row in range(0, 40_000, 500):
+        try:
+            assert source.read(0, 0, row) == texts[row]
+        except DocumentError:
+            broken.append(row)
+    with pytest.raises(DocumentError, match=r"a.parquet: rows \d+ to 19999 cannot be decoded .*; restore the file"):
+        source.read(0, 0, broken[0])
+    assert broken == list(range(broken[0], 20_000, 500))
+    assert 5_000 < broken[0] < 19_000
 
 
 def test_a_file_cut_after_the_listing(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from litdata import StreamingDataset
 
 from lightning_fms.data.sources import Cache, DocumentError, units
 from lightning_fms.data.sources.cache import cache_key
-from lightning_fms.data.sources.units import Units, write_unit
+from lightning_fms.data.sources.units import Broken, Units, write_unit
 
 KEY = cache_key("unit", 1)
 TEXTS = ["a", "", "ü€😀\u2028", "x" * 300, *(str(i) for i in range(50))]
@@ -41,17 +41,20 @@ def test_stock_litdata_reads_the_same(
     assert [dataset[i] for i in range(len(dataset))] == items
 
 
-def test_a_broken_document_keeps_its_place(tmp_path: Path) -> None:
+def test_broken_documents_keep_their_places(tmp_path: Path) -> None:
     reader = Units(Cache(tmp_path))
 
     def write(entry: Path) -> None:
-        write_unit(entry, ["a", DocumentError("row 1 is odd"), "c"], pickled=False)
+        write_unit(entry, ["a", DocumentError("odd"), "c", Broken(3, "rows 3 to 5"), "g"], pickled=False)
 
-    assert reader.rows(KEY, write) == 3
-    assert [reader.read(KEY, row, write) for row in (0, 2)] == ["a", "c"]
+    assert reader.rows(KEY, write) == 7
     for opened in (reader, Units(Cache(tmp_path))):
-        with pytest.raises(DocumentError, match=r"^row 1 is odd$"):
-            opened.read(KEY, 1, write)
+        for row, found in enumerate(["a", None, "c", None, None, None, "g"]):
+            if found is not None:
+                assert opened.read(KEY, row, write) == found
+                continue
+            with pytest.raises(DocumentError, match=r"^odd$" if row == 1 else r"^rows 3 to 5$"):
+                opened.read(KEY, row, write)
 
 
 def test_a_unit_of_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from lightning_fms.data.sources.decoded import Decoded, Layout, group
 from lightning_fms.data.sources.files import FileReader
 from lightning_fms.data.sources.listing import Listing
 from lightning_fms.data.sources.source import DocumentError
-from lightning_fms.data.sources.units import Item
+from lightning_fms.data.sources.units import Broken, Item
 
 _SLICE = 1024  # rows made Python objects at a time
 
@@ -51,8 +51,15 @@ class Arrow(Decoded):
             return
         before = [span for span in messages.others if span[0] < batches[0][0]]
         reader = self._reader(file, [*before, (batches[0][0], batches[-1][1])])
-        row = layout.rows[unit]
-        while (batch := self._next(reader, row)) is not None:
+        row, end = layout.rows[unit], layout.rows[unit + 1]
+        while row < end:
+            try:
+                batch = reader.read_next_batch()
+            except StopIteration:
+                raise DocumentError(f"ends at row {row}, before row {end}; restore the file") from None
+            except (OSError, pa.ArrowException) as error:
+                yield Broken(end - row, f"rows {row} to {end - 1} cannot be decoded ({error}); restore the file")
+                return
             for start in range(0, len(batch), _SLICE):
                 yield from to_documents(batch.slice(start, _SLICE), self.text_key, row + start)
             row += len(batch)
@@ -66,15 +73,6 @@ class Arrow(Decoded):
             return pa.ipc.open_stream(raw, options=pa.ipc.IpcReadOptions(use_threads=False))
         except (OSError, pa.ArrowException) as error:
             raise DocumentError(f"has no readable Arrow schema ({error})") from None
-
-    @staticmethod
-    def _next(reader: pa.RecordBatchStreamReader, row: int) -> pa.RecordBatch | None:
-        try:
-            return reader.read_next_batch()
-        except StopIteration:
-            return None
-        except (OSError, pa.ArrowException) as error:
-            raise DocumentError(f"cannot be decoded from row {row} on ({error}); restore the file") from None
 
 
 class _Spans:

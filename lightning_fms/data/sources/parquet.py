@@ -16,7 +16,7 @@ from lightning_fms.data.sources.decoded import Decoded, Layout, group
 from lightning_fms.data.sources.files import ListedFile
 from lightning_fms.data.sources.listing import Listing
 from lightning_fms.data.sources.source import DocumentError
-from lightning_fms.data.sources.units import Item
+from lightning_fms.data.sources.units import Broken, Item
 
 _PAGE_BUFFER = 1 << 20
 _MAX_BATCH = 8192
@@ -52,9 +52,19 @@ class Parquet(Decoded):
             metadata = parquet.metadata.row_group(part)
             size = max(1, READ_BYTES * metadata.num_rows // max(metadata.total_byte_size, 1))
             batches = parquet.iter_batches(min(size, _MAX_BATCH), [part], columns, use_threads=False)
-            while (batch := self._next(batches, row)) is not None:
-                yield from to_documents(batch, self.text_key, row)
-                row += len(batch)
+            end = row + metadata.num_rows
+            while row < end:
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    raise DocumentError(f"ends at row {row}, before row {end}; restore the file") from None
+                except (OSError, pa.ArrowException) as error:  # a broken page; the next row group may be whole
+                    what = f"rows {row} to {end - 1} cannot be decoded ({error}); restore the file"
+                    yield Broken(end - row, what)
+                    row = end
+                else:
+                    yield from to_documents(batch, self.text_key, row)
+                    row += len(batch)
 
     def _open(self, file: int) -> pq.ParquetFile:
         raw = pa.PythonFile(ListedFile(self._files, self.listing, file), mode="r")
@@ -64,10 +74,3 @@ class Parquet(Decoded):
             raise DocumentError(f"is not a readable parquet file ({error})") from None
         check_text_column(parquet.schema_arrow, self.text_key)
         return parquet
-
-    @staticmethod
-    def _next(batches: Iterator[pa.RecordBatch], row: int) -> pa.RecordBatch | None:
-        try:
-            return next(batches, None)
-        except (OSError, pa.ArrowException) as error:
-            raise DocumentError(f"cannot be decoded at or after row {row} ({error}); restore the file") from None

@@ -7,7 +7,8 @@ as its `pickle`: records of one file differ in their keys and types, which litda
 
 The chunks are not written by litdata's `BinaryWriter`: it looks every text up as a file name, and warns of large ones.
 
-A document that cannot be decoded keeps its place: it is stored empty, and `errors.json` says what is wrong with it.
+Documents that cannot be decoded keep their places: they are stored empty, and `errors.json` says from which to which and what
+is wrong with them.
 """
 
 import json
@@ -16,10 +17,11 @@ import pickle
 import struct
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, repeat
+from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from litdata.constants import _INDEX_FILENAME
@@ -32,12 +34,20 @@ CHUNK_BYTES = 16 << 20
 """A process that decodes holds one chunk in memory."""
 
 _ERRORS = "errors.json"
-_MAX_ERRORS = 10_000
+_MAX_ERRORS = 10_000  # runs of broken documents
 _WORD = 4  # bytes of a uint32
 _OPEN_UNITS, _OPEN_FILES = 1024, 32
 
-Item = Document | DocumentError
-"""A document, or what is wrong with it."""
+
+class Broken(NamedTuple):
+    """So many documents, one after the other, that cannot be decoded, and why."""
+
+    documents: int
+    error: str
+
+
+Item = Document | DocumentError | Broken
+"""A document, or what is wrong with it, or with several."""
 
 
 def write_unit(folder: Path, items: Iterable[Item], pickled: bool) -> int:
@@ -53,15 +63,9 @@ def write_unit(folder: Path, items: Iterable[Item], pickled: bool) -> int:
     """
     chunks: list[dict] = []
     held: list[bytes] = []
-    errors: dict[int, str] = {}
+    errors: list[tuple[int, int, str]] = []
     size = 0
-    for row, item in enumerate(items):
-        if isinstance(item, DocumentError):
-            errors[row] = str(item)
-            if len(errors) > _MAX_ERRORS:
-                raise DocumentError(f"more than {_MAX_ERRORS} documents cannot be read; the last: {item}")
-            item = {} if pickled else ""
-        data = _encode(item, pickled)
+    for data in _encoded(items, pickled, errors):
         if held and size + len(data) + (len(held) + 3) * _WORD > CHUNK_BYTES:
             chunks.append(_write_chunk(folder, len(chunks), held))
             held, size = [], 0
@@ -78,6 +82,21 @@ def write_unit(folder: Path, items: Iterable[Item], pickled: bool) -> int:
     }  # fmt: skip
     (folder / _INDEX_FILENAME).write_text(json.dumps({"chunks": chunks, "config": config, "updated_at": "0"}))
     return sum(chunk["chunk_size"] for chunk in chunks)
+
+
+def _encoded(items: Iterable[Item], pickled: bool, errors: list[tuple[int, int, str]]) -> Iterator[bytes]:
+    """Encode items, empty ones for those that are broken; note these as `(first, end, what)`."""
+    row = 0
+    for item in items:
+        count = 1
+        if isinstance(item, (DocumentError, Broken)):
+            count, what = item if isinstance(item, Broken) else (1, str(item))
+            errors.append((row, row + count, what))
+            if len(errors) > _MAX_ERRORS:
+                raise DocumentError(f"more than {_MAX_ERRORS} documents cannot be read; the last: {what}")
+            item = {} if pickled else ""
+        yield from repeat(_encode(item, pickled), count)
+        row += count
 
 
 def _encode(item: Document, pickled: bool) -> bytes:
@@ -101,7 +120,7 @@ class _Unit(NamedTuple):
     first_rows: list[int]  # of each chunk; one more, which is the number of rows
     names: list[str]
     pickled: bool
-    errors: dict[str, str]
+    errors: list[tuple[int, int, str]]  # first, end, what
 
 
 class Units:
@@ -127,8 +146,10 @@ class Units:
             DocumentError: With what was wrong when it was decoded.
         """
         unit = self._unit(key, write)
-        if unit.errors and str(row) in unit.errors:
-            raise DocumentError(unit.errors[str(row)])
+        if unit.errors:
+            _, end, what = unit.errors[max(bisect_right(unit.errors, row, key=itemgetter(0)) - 1, 0)]
+            if unit.errors[0][0] <= row < end:
+                raise DocumentError(what)
         chunk = bisect_right(unit.first_rows, row) - 1
         descriptor = self._descriptor(key, unit.names[chunk], write)
         at = (1 + row - unit.first_rows[chunk]) * _WORD
@@ -146,13 +167,13 @@ class Units:
             [0, *accumulate(chunk["chunk_size"] for chunk in chunks)],
             [chunk["filename"] for chunk in chunks],
             config["data_format"] == ["pickle"],
-            self._json(key, _ERRORS, write) if config["broken"] else {},
+            self._json(key, _ERRORS, write) if config["broken"] else [],
         )
         while len(self._units) > _OPEN_UNITS:
             self._units.popitem(last=False)
         return self._units[key]
 
-    def _json(self, key: str, name: str, write: Callable[[Path], None]) -> dict:
+    def _json(self, key: str, name: str, write: Callable[[Path], None]) -> Any:
         with os.fdopen(self._cache.open(key, name, write), "rb") as file:
             return json.loads(file.read())
 
