@@ -20,9 +20,9 @@ from lightning_fms.callbacks.peaks import peak_of
 
 def input_ids_of(batch: Any) -> Tensor | None:
     """The token ids in a batch: `batch["input_ids"]`, or the first integer matrix of a tuple, or the batch itself."""
-    if isinstance(batch, dict):
-        return batch.get("input_ids")
     parts = batch if isinstance(batch, list | tuple) else [batch]
+    if isinstance(batch, dict):
+        parts = [batch.get("input_ids")]
     found = (part for part in parts if isinstance(part, Tensor) and not part.is_floating_point() and part.ndim >= 2)
     return next(found, None)
 

@@ -274,9 +274,14 @@ class Draws:
         """Read a document into its draw; it stays used up if nothing is in it."""
         try:
             document = self._segment(place.source).read(place.file, place.start, place.ref)
+        except DocumentError as error:  # it names the file
+            self._give_up(place.source, error)
+            return
+        try:
             drawn.content, drawn.length, cut = self.recipe.prepare(document)
         except DocumentError as error:
-            self._give_up(place.source, error)
+            path = self.recipe.sources[self._name(place.source)].listing.path(place.file)
+            self._give_up(place.source, DocumentError(f"{path}: at {place.start}: {error}"))
             return
         drawn.used, drawn.place = drawn.length == 0, place
         self._fruitful[place.source] = place.epoch if drawn.length else self._fruitful[place.source]

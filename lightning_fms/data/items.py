@@ -9,6 +9,7 @@ Legend: R rows.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from traceback import extract_tb
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -33,7 +34,7 @@ class Reader(Protocol):
             item out. In a field named `labels`, -100 marks what is no target.
 
         Raises:
-            ValueError: If the item is of no use; the loader's `on_error` says what happens then.
+            Exception: If the item is of no use; the loader's `on_error` says what happens then.
         """
         ...
 
@@ -114,8 +115,11 @@ class Items:
         """
         try:
             fields = self.reader(item)
-        except (ValueError, TypeError, KeyError, IndexError, OSError) as error:
-            raise DocumentError(f"the reader cannot read an item ({type(error).__name__}: {error})") from error
+        except Exception as error:  # whatever a decoder makes of a broken image
+            where = extract_tb(error.__traceback__)[-1]
+            raise DocumentError(
+                f"the reader fails at {where.filename}:{where.lineno} ({type(error).__name__}: {error})"
+            ) from error
         if fields is None:
             return None
         if not isinstance(fields, Mapping) or not fields:
@@ -162,7 +166,14 @@ class Items:
 
 
 def _array(name: str, value: Any) -> np.ndarray:
-    array = np.asarray(value.numpy() if isinstance(value, torch.Tensor) else value)
+    if name == "row_valid" or not isinstance(name, str):
+        raise DocumentError(f"the reader returned a field {name!r}; use text for names, and another than 'row_valid'")
+    try:
+        array = np.asarray(value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value)
+    except (ValueError, TypeError) as error:  # lists of unequal lengths; bfloat16
+        raise DocumentError(f"the reader returned {name!r}, which is no array ({error})") from None
     if array.dtype.kind not in "biuf":
         raise DocumentError(f"the reader returned {name!r} as {array.dtype}; a batch holds numbers only")
-    return array
+    if name == "labels" and array.dtype.kind in "bu":
+        raise DocumentError(f"the reader returned 'labels' as {array.dtype}, which has no {IGNORE}; make them int64")
+    return array.astype(array.dtype.newbyteorder("="), copy=False)

@@ -141,7 +141,7 @@ class LoaderLink(Callback):
         """Return N: known from row counts where every row is full, otherwise summed over the ranks, once a step."""
         if self.loss_weight == "rows":
             return self.loader.slots.batch
-        if self.loader.packing.full:
+        if self.loader.packing.full and self.loader.seq_len is not None:
             return self.loader.slots.batch * self.loader.seq_len
         if self._counts is None:
             return max(1, self.loader.packing.targets(micro.step.rows))

@@ -7,6 +7,7 @@ every rank computes its own rows, and all ranks yield the same number of micro-b
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -43,7 +44,7 @@ class StreamLoader:
     Args:
         sources: `{name: path, glob, folder or list}`, or `{name: {"path": ..., "weight": ..., "text_key": ..., "split": ...}}`;
             a path may also be an object that implements `Source`.
-        seq_len: T, tokens of a row.
+        seq_len: T, tokens of a row; `None` where `packing` is `"none"`.
         global_batch_size: B, rows of a global batch over all ranks; may change at resume.
         micro_batch_size: Most rows that fit on a device at once; `None` takes all rows of the rank.
         tokenizer: `"bytes"`, a path to a `tokenizers` JSON file or folder, or an object that implements `Tokenizer`.
@@ -75,7 +76,7 @@ class StreamLoader:
     def __init__(
         self,
         sources: Mapping[str, Any],
-        seq_len: int,
+        seq_len: int | None,
         global_batch_size: int,
         micro_batch_size: int | None = None,
         tokenizer: Any = "bytes",
@@ -101,15 +102,16 @@ class StreamLoader:
         _check_positive(seq_len=seq_len, shuffle_window=shuffle_window, max_document_tokens=max_document_tokens)
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={on_error!r} must be 'raise' or 'skip'")
-        self.packing = _open_packing(packing, seq_len, mask_first, reader)
+        of_tokens = {"bos": bos, "mask_first": mask_first, "max_document_tokens": max_document_tokens}
+        self.packing = _open_packing(packing, seq_len, reader, of_tokens)
         if num_workers < 0:
             raise ValueError(f"num_workers={num_workers} must be at least 0")
         self.tokenizer = open_tokenizer(tokenizer)
         if bos and self.tokenizer.bos_id is None:
             raise ValueError("bos=true needs a tokenizer with a BOS token, and this one has none; set bos=false")
-        if eos and self.tokenizer.eos_id is None:
+        if eos and reader is None and self.tokenizer.eos_id is None:
             raise ValueError("eos=true needs a tokenizer with an EOS token, and this one has none; set eos=false")
-        self._sources, weights = open_sources(sources)
+        self._sources, weights = open_sources(sources, records=reader is not None)
         if weights and mixture is not None:
             raise ValueError("weights are given both in sources and in mixture; give them in one place")
         sizes = {name: source.listing.total_bytes for name, source in self._sources.items()}
@@ -280,13 +282,25 @@ class StreamLoader:
             for k, part in enumerate(parts):
                 rows = step.rows.between(part.start, part.stop)
                 targets, valid = self.packing.targets(rows), int(self.packing.valid(rows).sum())
-                # With nothing to learn from, the device still needs a row: show the next one, marked invalid.
-                shown = rows if len(rows) or self._one_pass else _peek(ahead, arriving)
+                shown = rows  # with nothing to learn from, the device still needs a row: show another, marked invalid
+                if self._one_pass and isinstance(self.packing, Items) and not valid:
+                    shown = self._an_item
+                elif not len(rows) and not self._one_pass:
+                    shown = _peek(ahead, arriving)
                 batch = self.packing.collate(shown, size)
                 batch["row_valid"][len(rows) :] = False
                 if not targets:
                     _show_a_target(batch)
                 yield MicroBatch(batch, targets, valid, step, last=k == len(parts) - 1)
+
+    @cached_property
+    def _an_item(self) -> Any:
+        """A row of any stream: what the batches of a rank without items look like."""
+        for index, state in enumerate(self._columns.fresh(self.slots.streams, self._documents["shuffle_window"])):
+            row = Stream(index, self._recipe, state).next_row(index)
+            if self.packing.valid(row).any():
+                return row
+        raise ValueError(f"no item in the sources {list(self._sources)}: all were left out")
 
 
 def _peek(ahead: deque[Step], arriving: Iterator[Step]) -> Any:
@@ -303,18 +317,23 @@ def _show_a_target(batch: Batch) -> None:
         batch["labels"].view(-1)[0] = 0
 
 
-def _open_packing(packing: str, seq_len: int, mask_first: bool, reader: Reader | None) -> Packing:
+def _open_packing(packing: str, seq_len: int | None, reader: Reader | None, of_tokens: dict[str, Any]) -> Packing:
     if (packing == "none") != (reader is not None):
         raise ValueError(
             f"packing={packing!r} with reader={reader!r}: a reader makes rows of items where packing is 'none', and only there"
         )
-    if packing == "concat":
-        return Concat(seq_len, mask_first)
-    if packing == "best_fit":
-        return BestFit(seq_len)
     if reader is not None:
+        for name, value in {"seq_len": seq_len, **of_tokens}.items():
+            if value:
+                raise ValueError(
+                    f"{name}={value!r} is for rows of tokens, and packing='none' has items; leave it out (null)"
+                )
         return Items(reader)
-    raise ValueError(f"packing={packing!r} must be 'concat', 'best_fit' or 'none'")
+    if packing not in ("concat", "best_fit"):
+        raise ValueError(f"packing={packing!r} must be 'concat', 'best_fit' or 'none'")
+    if seq_len is None:
+        raise ValueError(f"seq_len=None with packing={packing!r}: give the number of tokens of a row")
+    return Concat(seq_len, of_tokens["mask_first"]) if packing == "concat" else BestFit(seq_len)
 
 
 def _complete_rows(state: State) -> np.ndarray:

@@ -28,7 +28,7 @@ class RescalableDataModule(pl.LightningDataModule):
 
     Args:
         sources: Training sources; see `StreamLoader`, which takes the further `loader_options`.
-        seq_len: T, tokens of a row.
+        seq_len: T, tokens of a row; `None` where `packing` is `"none"`.
         global_batch_size: B, rows of a step over all ranks and micro-batches.
         micro_batch_size: Most rows that fit on a device at once; `None` takes all rows of a rank. The trainer's
             `accumulate_grad_batches` follows from it.
@@ -56,7 +56,7 @@ class RescalableDataModule(pl.LightningDataModule):
     def __init__(
         self,
         sources: Mapping[str, Any],
-        seq_len: int,
+        seq_len: int | None,
         global_batch_size: int,
         micro_batch_size: int | None = None,
         tokenizer: Any = "bytes",
@@ -219,9 +219,10 @@ class RescalableDataModule(pl.LightningDataModule):
         """What is streamed, a line each."""
         if self.loader is None:
             return ["data: not set up yet"]
-        slots = self.loader.slots
+        slots, seq_len = self.loader.slots, self.loader.seq_len
+        rows, unit = (f"rows of {seq_len:,} tokens", "tokens") if seq_len else ("items", "items")
         lines = [
-            f"data: {slots.batch} rows of {self.loader.seq_len:,} tokens a step, {slots.streams} streams, "
+            f"data: {slots.batch} {rows} a step, {slots.streams} streams, "
             f"{slots.world} data rank(s) x {slots.accumulate} micro-batch(es) of {slots.micro_rows} row(s)"
         ]
         for name, entry in self.loader.mix_report().items():
@@ -232,7 +233,7 @@ class RescalableDataModule(pl.LightningDataModule):
             epochs = f"epoch {entry['epoch']:.2f}"
             if entry["epoch_min"] < entry["epoch_max"]:
                 epochs += f" (streams from {entry['epoch_min']:.0f} to {entry['epoch_max']:.0f})"
-            lines.append(f"  source {name}: {files}, {entry['target']:.1%} of the tokens, {epochs}")
+            lines.append(f"  source {name}: {files}, {entry['target']:.1%} of the {unit}, {epochs}")
         return lines + self._skipped()
 
     def _skipped(self) -> list[str]:

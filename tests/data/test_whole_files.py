@@ -35,14 +35,17 @@ def test_text_stays_text(tmp_path: Path) -> None:
     assert read_all(open_source(tmp_path, records=True, split="line")) == ["one", "two"]
 
 
+def test_tokens_stay_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\x01\0\x02\0")
+    assert [document.tolist() for document in read_all(open_source(tmp_path, records=True))] == [[1, 2]]
+
+
 def test_what_does_not_go_with_records(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     (tmp_path / "a.png").write_bytes(b"x")
-    (tmp_path / "a.bin").write_bytes(b"xx")
     for path, options, words in (
         ("a.jsonl", {"text_key": "a"}, "text_key='a' does not apply to whole records"),
         ("a.png", {"text_key": "a"}, "text_key='a' does not apply to whole files"),
-        ("a.bin", {}, "records=True does not apply to token files"),
         ("", {}, "mixes formats"),
     ):
         with pytest.raises(ValueError, match=words):

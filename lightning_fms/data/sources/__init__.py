@@ -37,13 +37,14 @@ _FORMATS = (
 )
 
 
-def open_sources(sources: Mapping[str, Any]) -> tuple[dict[str, Source], dict[str, float]]:
+def open_sources(sources: Mapping[str, Any], records: bool = False) -> tuple[dict[str, Source], dict[str, float]]:
     """Open every source of a `sources` argument.
 
     Args:
         sources: `{name: path, folder, glob, list of them, or Source}`, or `{name: {"path": ..., "weight": ..., ...}}` with the
             options of the format (`text_key`, `split`, `dtype`, ...); or a litdata `StreamingDataset` or
             `CombinedStreamingDataset`.
+        records: Whether documents are whole records where a source does not say; see `open_source`.
 
     Returns:
         The sources by name, and the weights that were given.
@@ -63,7 +64,7 @@ def open_sources(sources: Mapping[str, Any]) -> tuple[dict[str, Source], dict[st
         if "path" not in options:
             raise ValueError(f"source {name!r} has no path; it has {sorted(options)}")
         try:
-            opened[name] = open_source(**options)
+            opened[name] = open_source(**{"records": records, **options})
         except (TypeError, ValueError) as error:
             raise ValueError(f"source {name!r}: {error}") from None
     if weights and set(weights) != set(opened):
@@ -93,7 +94,7 @@ def open_source(
         split: How plain text is cut into documents; see `Text`.
         dtype, eos_id, bos_id: What bare token files hold; see `TokenFiles`.
         records: Whether a document is a whole record: a dictionary of all fields (JSON lines, parquet, Arrow), or the bytes of
-            a file of any other format; text stays text.
+            a file of any other format; text stays text, tokens and litdata's items what they are, and a `Source` decides itself.
         cache: Where remote blocks, and formats that cannot be read in place, are kept: a `Cache`, or its folder; default:
             `Cache()`.
         storage_options: For the client of a remote store: credentials, endpoint. Most find them in the environment.
@@ -103,7 +104,6 @@ def open_source(
     """
     options = {"text_key": text_key, "split": split, "dtype": dtype, "eos_id": eos_id, "bos_id": bos_id}
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
-    given |= {"records": True} if records else {}
     if isinstance(path, Source):
         return _without(given, path, "a Source object")
     if isinstance(path, CombinedStreamingDataset):
@@ -114,10 +114,10 @@ def open_source(
     listing = saved_dataset(list_files(path, storage_options=storage_options, cache=cache))
     if "index.json" in listing.names:
         return LitdataChunks(listing, **_only(given, "a litdata folder", "text_key"))
-    return _open_listing(listing, given, cache)
+    return _open_listing(listing, given, records, cache)
 
 
-def _open_listing(listing: Listing, given: dict[str, Any], cache: Cache) -> Source:
+def _open_listing(listing: Listing, given: dict[str, Any], records: bool, cache: Cache) -> Source:
     formats = {_format(name) for name in listing.names}
     suffixes = sorted({Path(name).suffix.lower() for name in listing.names})
     if len(formats) > 1:
@@ -125,7 +125,6 @@ def _open_listing(listing: Listing, given: dict[str, Any], cache: Cache) -> Sour
     found = formats.pop()
     if found == "tokens":
         return open_token_files(listing, **_only(given, "token files", "dtype", "eos_id", "bos_id"))
-    records = given.pop("records", False)
     if found == "text":
         return open_lines(Text(listing, **_only(given, "plain text", "split")), cache)
     if found is None and records:
