@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -67,6 +68,8 @@ class StreamLoader:
         reader: For `packing="none"`: makes a row of an item (see `Reader`).
         on_error: `"raise"` ends the run at a document that cannot be read; `"skip"` counts it and goes on.
         one_pass: Whether every document is read once, and rows are empty from then on (validation).
+        listings: Folder that keeps, with the run, which files its sources had at the start. A run that goes on reads these: what
+            is gone is a hole, new files are refused. `None`: any change of a source's files is refused at resume.
         state: A merged state to go on from (see `merge_states`).
 
     Raises:
@@ -97,6 +100,7 @@ class StreamLoader:
         reader: Reader | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         one_pass: bool = False,
+        listings: str | Path | None = None,
         state: State | None = None,
     ) -> None:
         _check_positive(seq_len=seq_len, shuffle_window=shuffle_window, max_document_tokens=max_document_tokens)
@@ -111,7 +115,9 @@ class StreamLoader:
             raise ValueError("bos=true needs a tokenizer with a BOS token, and this one has none; set bos=false")
         if eos and reader is None and self.tokenizer.eos_id is None:
             raise ValueError("eos=true needs a tokenizer with an EOS token, and this one has none; set eos=false")
-        self._sources, weights = open_sources(sources, records=reader is not None)
+        self._sources, weights = open_sources(
+            sources, listings=None if listings is None else Path(listings), records=reader is not None
+        )
         if weights and mixture is not None:
             raise ValueError("weights are given both in sources and in mixture; give them in one place")
         sizes = {name: source.listing.total_bytes for name, source in self._sources.items()}

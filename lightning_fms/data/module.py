@@ -5,6 +5,7 @@ of the callbacks, and keeps one state for all ranks in the checkpoint.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -47,7 +48,7 @@ class RescalableDataModule(pl.LightningDataModule):
         rank: Data rank, where no strategy says it.
         world_size: Number of data ranks, where no strategy says it.
         mixture, packing, seed, num_workers, num_streams, shuffle_window, eos, bos, mask_first, max_document_tokens,
-            max_epochs, multiprocessing_context, reader, on_error: See `StreamLoader`.
+            max_epochs, multiprocessing_context, reader, on_error, listings: See `StreamLoader`.
 
     Raises:
         ValueError: If an argument is impossible, or does not agree with the trainer's.
@@ -74,6 +75,7 @@ class RescalableDataModule(pl.LightningDataModule):
         multiprocessing_context: str | None = None,
         reader: Reader | None = None,
         on_error: Literal["raise", "skip"] = "raise",
+        listings: str | Path | None = None,
         val_sources: Mapping[str, Any] | None = None,
         val_steps: int = 8,
         val_one_pass: bool = False,
@@ -105,7 +107,7 @@ class RescalableDataModule(pl.LightningDataModule):
         }  # fmt: skip
         self._training: dict[str, Any] = {
             "sources": sources, "mixture": mixture, "num_workers": num_workers,
-            "max_epochs": max_epochs, "multiprocessing_context": multiprocessing_context,
+            "max_epochs": max_epochs, "multiprocessing_context": multiprocessing_context, "listings": listings,
         }  # fmt: skip
         streams = {"num_streams": val_num_streams} if val_num_streams is not None else {}
         self._validation: dict[str, Any] = {**self._everywhere, **streams, "one_pass": val_one_pass}
@@ -234,6 +236,7 @@ class RescalableDataModule(pl.LightningDataModule):
             if entry["epoch_min"] < entry["epoch_max"]:
                 epochs += f" (streams from {entry['epoch_min']:.0f} to {entry['epoch_max']:.0f})"
             lines.append(f"  source {name}: {files}, {entry['target']:.1%} of the {unit}, {epochs}")
+            lines += [f"    since the run began: {change}" for change in (listing.changes[:5] if listing else ())]
         return lines + self._skipped()
 
     def _skipped(self) -> list[str]:

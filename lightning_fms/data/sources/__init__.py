@@ -9,6 +9,7 @@ from litdata import CombinedStreamingDataset, StreamingDataset
 from lightning_fms.data.sources.arrow import Arrow, saved_dataset
 from lightning_fms.data.sources.cache import Cache
 from lightning_fms.data.sources.compressed import CompressedLines, open_lines, plain_suffix
+from lightning_fms.data.sources.kept_listing import kept_file, list_or_recall
 from lightning_fms.data.sources.lines import JsonLines, Text
 from lightning_fms.data.sources.listing import Listing, list_files
 from lightning_fms.data.sources.litdata_chunks import LitdataChunks
@@ -37,13 +38,16 @@ _FORMATS = (
 )
 
 
-def open_sources(sources: Mapping[str, Any], records: bool = False) -> tuple[dict[str, Source], dict[str, float]]:
+def open_sources(
+    sources: Mapping[str, Any], listings: Path | None = None, records: bool = False
+) -> tuple[dict[str, Source], dict[str, float]]:
     """Open every source of a `sources` argument.
 
     Args:
         sources: `{name: path, folder, glob, list of them, or Source}`, or `{name: {"path": ..., "weight": ..., ...}}` with the
             options of the format (`text_key`, `split`, `dtype`, ...); or a litdata `StreamingDataset` or
             `CombinedStreamingDataset`.
+        listings: Folder where the listing of each source is kept with the run; `None` lists the files anew.
         records: Whether documents are whole records where a source does not say; see `open_source`.
 
     Returns:
@@ -64,7 +68,8 @@ def open_sources(sources: Mapping[str, Any], records: bool = False) -> tuple[dic
         if "path" not in options:
             raise ValueError(f"source {name!r} has no path; it has {sorted(options)}")
         try:
-            opened[name] = open_source(**{"records": records, **options})
+            kept = listings and kept_file(listings, name)
+            opened[name] = open_source(**{"records": records, **options}, kept_listing=kept)
         except (TypeError, ValueError) as error:
             raise ValueError(f"source {name!r}: {error}") from None
     if weights and set(weights) != set(opened):
@@ -84,6 +89,7 @@ def open_source(
     records: bool = False,
     cache: Cache | str | Path | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    kept_listing: Path | None = None,
 ) -> Source:
     """Open one source; the format follows from the file names.
 
@@ -98,6 +104,7 @@ def open_source(
         cache: Where remote blocks, and formats that cannot be read in place, are kept: a `Cache`, or its folder; default:
             `Cache()`.
         storage_options: For the client of a remote store: credentials, endpoint. Most find them in the environment.
+        kept_listing: Where the listing is kept with the run; see `list_or_recall`.
 
     Raises:
         ValueError: If nothing is found, formats are mixed or unknown, or an option does not belong to the format.
@@ -111,7 +118,11 @@ def open_source(
     if isinstance(path, StreamingDataset):
         path = folder_of(path)
     cache = cache if isinstance(cache, Cache) else Cache(cache)
-    listing = saved_dataset(list_files(path, storage_options=storage_options, cache=cache))
+    if kept_listing is None:
+        listing = list_files(path, storage_options=storage_options, cache=cache)
+    else:
+        listing = list_or_recall(kept_listing, path, storage_options=storage_options, cache=cache)
+    listing = saved_dataset(listing)
     if "index.json" in listing.names:
         return LitdataChunks(listing, **_only(given, "a litdata folder", "text_key"))
     return _open_listing(listing, given, records, cache)

@@ -35,6 +35,7 @@ class Listing:
         sizes: int64, bytes of each file.
         splittable: Whether documents can be found from any byte on; otherwise a file is one fragment.
         remote: How to read the files if they are remote; `None` if they are local.
+        changes: What has become of files since the listing was made, in words; no part of the digest.
     """
 
     root: Path | Url
@@ -42,6 +43,7 @@ class Listing:
     sizes: np.ndarray
     splittable: bool = True
     remote: Remote | None = None
+    changes: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -93,14 +95,14 @@ class Listing:
                 found[name] = (self.root / name).stat().st_size, ""
         remote = self.remote and replace(self.remote, versions=tuple(version for _, version in found.values()))
         sizes = np.array([size for size, _ in found.values()], dtype=np.int64)
-        return Listing(self.root, tuple(found), sizes, self.splittable, remote)
+        return replace(self, names=tuple(found), sizes=sizes, remote=remote)
 
     def take(self, files: Iterable[int]) -> "Listing":
         """Return a listing of some of the files, in the order given."""
         chosen = list(files)
         remote = self.remote and replace(self.remote, versions=tuple(self.remote.versions[file] for file in chosen))
         names = tuple(self.names[file] for file in chosen)
-        return Listing(self.root, names, self.sizes[chosen], self.splittable, remote)
+        return replace(self, names=names, sizes=self.sizes[chosen], remote=remote)
 
 
 def list_files(
