@@ -165,7 +165,8 @@ class StreamLoader:
             rows = self._columns.adopt(_complete_rows(state), saved["sources"], window)
             other_tokens = (saved["tokenizer"], saved["bos"]) != (self.tokenizer.fingerprint, self._documents["bos"])
             absent = set(self._columns.sources) - set(names)
-            self.skipped_documents = give_up_begun(rows, self._columns, sorted(absent), everywhere=other_tokens)
+            everywhere = other_tokens or isinstance(self.packing, Items)  # an item has no rest
+            self.skipped_documents = give_up_begun(rows, self._columns, sorted(absent), everywhere)
             if saved["max_epochs"] != self._max_epochs:
                 rows[:, self._columns.since] = 0  # a source that comes back does not catch up
         if not self._one_pass:

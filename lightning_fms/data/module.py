@@ -241,7 +241,7 @@ class RescalableDataModule(pl.LightningDataModule):
 
     def _skipped(self) -> list[str]:
         count = self.loader.skipped_documents if self.loader is not None else 0
-        lost = f"data: {count} document(s) that were begun lost their rest at the resume: the tokenizer or the sources changed"
+        lost = f"data: {count} document(s) that were begun lost their rest at the resume: tokenizer, packing or sources changed"
         return [lost] if count else []
 
     def mix_report(self) -> dict[str, dict[str, float]]:

@@ -80,7 +80,7 @@ def test_documents_lost_to_another_tokenizer_are_reported_and_logged_once(
     data: dict, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fit(data, "one device", 4, save=tmp_path / "a.ckpt")
-    told = "document(s) that were begun lost their rest at the resume: the tokenizer or the sources changed"
+    told = "document(s) that were begun lost their rest at the resume: tokenizer, packing or sources changed"
     seen = []
 
     class Look(Callback):
