@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_fms.conf
@@ -64,6 +65,34 @@ def test_a_command_need_not_repeat_the_default_folder() -> None:
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_composes_and_fits(option: str) -> None:
     check(composed(option, *(OWN_DATA if option == "data=text" else ())))
+
+
+def items(reader: str, root: Path) -> tuple[str, ...]:
+    return (
+        "data=text", f"data.sources={{web: {root}}}", "data.tokenizer=bytes", "data.packing=none", "data.seq_len=null",
+        "data.num_workers=0", f"data.reader={reader}",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "reader",
+    ["{_target_: tests.app.items.read, _partial_: true, length: 4}", "{_target_: tests.app.items.Read, length: 4}"],
+)
+def test_a_reader_comes_from_the_config(reader: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"n": 3}\n')
+    cfg = composed(*items(reader, tmp_path), "data.global_batch_size=2", "data.listings=null")
+    check(cfg)
+    data = instantiate(cfg.data, _convert_="all")
+    data.setup("fit")
+    assert next(iter(data.train_dataloader()))["x"].tolist() == [[3] * 4]
+
+
+def test_an_argument_that_a_reader_does_not_have(tmp_path: Path) -> None:
+    reader = "{_target_: tests.app.items.read, _partial_: true, lenght: 4}"
+    with pytest.raises(
+        ConfigError, match=r"data\.reader\.lenght=4: read has no argument 'lenght'; did you mean 'length'"
+    ):
+        check(composed(*items(reader, tmp_path)))
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
