@@ -27,7 +27,8 @@ class Reader(Protocol):
         """Return the fields of a row.
 
         Args:
-            item: What the source holds: the record of a JSON line, the columns of a table row, the bytes of another file.
+            item: What the source holds: the record of a JSON line or of a table row (a dict), the bytes of another file, with its
+                `path`; text of text files, tokens (an array) of token files.
 
         Returns:
             Arrays, tensors or numbers by name, of equal shapes and dtypes for all items (pad to a fixed length); `None` leaves the

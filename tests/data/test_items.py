@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 
+from lightning_fms.callbacks import DataMix, DataTrail, Progress, Summary, Throughput
 from lightning_fms.data import RescalableDataModule, State, StreamLoader, merge_states
 from lightning_fms.data.audit import readings
 from lightning_fms.data.sources import DocumentError
@@ -331,3 +333,31 @@ def test_the_report_counts_items(options: dict) -> None:
     data.setup("fit")
     assert data.report[0].startswith("data: 4 items a step, 4 streams")
     assert "66.7% of the items, epoch" in data.report[1] + data.report[2]
+
+
+class Mean(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: dict, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch["x"]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def test_what_counts_tokens_does_without_them(tmp_path: Path) -> None:
+    measured = [Throughput(), DataMix(), DataTrail(str(tmp_path / "trail"), 2), Summary(), Progress(2)]
+    data = RescalableDataModule(
+        {"a": write_records(tmp_path, "a", 9)}, None, 4, packing="none",
+        reader=lambda record: {"x": np.float32([record["n"]]), "input_ids": 3},
+    )  # fmt: skip
+    trainer = pl.Trainer(
+        max_steps=4, accelerator="cpu", callbacks=measured, logger=False, enable_checkpointing=False, log_every_n_steps=1,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Mean(), data)
+    assert trainer.callback_metrics["data/a/tokens"] == 16
+    assert trainer.callback_metrics["step_seconds"] > 0
+    assert "tokens_per_second" not in trainer.callback_metrics

@@ -18,7 +18,9 @@ def test_a_file_is_one_document_of_bytes(tmp_path: Path) -> None:
     assert isinstance(source, WholeFiles)
     assert source.listing.fragments[0].tolist() == [0, 1]  # an empty file is no fragment
     assert documents(source, [1, 2, 3]) == [(0, 0, b"\x89PNG\0")]
-    assert read_all(source, file=1) == [b"\xff\xd8"]
+    (image,) = read_all(source, file=1)
+    assert image == b"\xff\xd8"
+    assert image.path == tmp_path / "b" / "c.jpg"
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])

@@ -1,6 +1,7 @@
 """Every example runs, as its first lines say."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,3 +35,20 @@ def test_rescale_repeats_and_skips_nothing(tmp_path):
     assert float(difference.rsplit(maxsplit=1)[-1]) < 1e-3  # fp32, summed in another order
     assert sum(line.startswith("steps ") and "finished" in line for line in lines) == 3
     assert (tmp_path / "out" / "rescale.png").stat().st_size > 10_000
+
+
+def test_sft_learns_the_answers(tmp_path):
+    example = ROOT / "examples" / "sft.py"
+    assert len(example.read_text().splitlines()) <= 80
+    before, after = re.findall(r"(\d\.\d+) (?:before|after)", run(str(example), str(tmp_path), cwd=tmp_path))
+    assert float(before) > 5
+    assert float(after) < 3
+
+
+def test_image_folder_learns_both_classes_from_equal_shares(tmp_path):
+    example = ROOT / "examples" / "image_folder.py"
+    assert len(example.read_text().splitlines()) <= 80
+    output = run(str(example), str(tmp_path), cwd=tmp_path)
+    assert "shares of the rows {'one': '50%', 'seven': '50%'}" in output
+    assert float(output.split("accuracy ")[-1]) > 0.95
+    assert len(list(tmp_path.rglob("*.png"))) == 225

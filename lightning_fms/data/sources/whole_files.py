@@ -4,7 +4,14 @@ import numpy as np
 
 from lightning_fms.data.sources.files import FileReader
 from lightning_fms.data.sources.listing import Listing, Paths, list_files
+from lightning_fms.data.sources.remote import Location
 from lightning_fms.data.sources.source import Document, Window
+
+
+class FileBytes(bytes):
+    """The bytes of a file; `path` says which one it is: a folder's name is often the label."""
+
+    path: Location
 
 
 class WholeFiles:
@@ -28,4 +35,6 @@ class WholeFiles:
 
     def read(self, file: int, start: int, ref: int) -> Document:
         """Read the file."""
-        return self._files.read(file, 0, int(self.listing.sizes[file]))
+        document = FileBytes(self._files.read(file, 0, int(self.listing.sizes[file])))
+        document.path = self.listing.path(file)
+        return document
