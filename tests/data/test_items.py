@@ -355,7 +355,7 @@ def test_what_counts_tokens_does_without_them(tmp_path: Path) -> None:
     )  # fmt: skip
     trainer = pl.Trainer(
         max_steps=4, accelerator="cpu", callbacks=measured, logger=False, enable_checkpointing=False, log_every_n_steps=1,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Mean(), data)
     assert trainer.callback_metrics["data/a/tokens"] == 16
