@@ -343,6 +343,9 @@ class Mean(pl.LightningModule):
     def training_step(self, batch: dict, batch_idx: int) -> torch.Tensor:
         return self.layer(batch["x"]).square().mean()
 
+    def validation_step(self, batch: dict, batch_idx: int) -> None:
+        pass
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
