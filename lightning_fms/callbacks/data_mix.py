@@ -15,7 +15,9 @@ from lightning_fms.callbacks.cadence import StepClock, logging_due
 class DataMix(L.Callback):
     """Log `data/<source>/share`, `target`, `tokens`, `epoch`, `epoch_min`, `epoch_max` from `trainer.datamodule.mix_report()`.
 
-    That method is called on all ranks on logging steps, and on no others, so it may communicate.
+    Where the data module has `counters()`, these are logged too, as `data/padding`, `split`, `cut` and `skipped`.
+
+    Both methods are on all ranks on logging steps, and on no others, so it may communicate.
 
     Raises:
         ValueError: at the start of a fit whose data module has no `mix_report()`.
@@ -47,3 +49,6 @@ class DataMix(L.Callback):
         for source, numbers in datamodule.mix_report().items():
             values = {f"data/{source}/{name}": float(number) for name, number in numbers.items()}
             pl_module.log_dict(values, on_step=True, on_epoch=False, rank_zero_only=True)
+        if hasattr(datamodule, "counters"):
+            counted = {f"data/{name}": float(number) for name, number in datamodule.counters().items()}
+            pl_module.log_dict(counted, on_step=True, on_epoch=False, rank_zero_only=True)

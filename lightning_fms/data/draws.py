@@ -8,6 +8,7 @@ over the others. A document without tokens is a draw that is used up at once, an
 is to go on without it.
 """
 
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,9 +21,12 @@ from lightning_fms.data.sources import DocumentError
 if TYPE_CHECKING:
     from lightning_fms.data.stream import Recipe
 
+_log = logging.getLogger(__name__)
+
 _FRUITLESS_EPOCHS = 1000
 _NEVER = 1 << 62
 _HALF = 32
+_TOLD = 5  # documents left out that a process tells of
 _LOW = (1 << _HALF) - 1
 
 
@@ -288,10 +292,14 @@ class Draws:
         self.row[self.recipe.columns.cut] += cut
 
     def _give_up(self, source: int, error: DocumentError) -> None:
-        """Raise, or count the document as skipped, as the recipe says."""
+        """Raise, or count the document as skipped, as the recipe says; tell of the first few."""
         if self.recipe.on_error == "raise":
             raise DocumentError(f"source {self._name(source)!r}: {error}") from None
         self.row[self.recipe.columns.skipped] += 1
+        self.recipe.told += 1
+        if self.recipe.told <= _TOLD:
+            more = "; further ones are only counted" if self.recipe.told == _TOLD else ""
+            _log.warning("left out: source %r: %s%s", self._name(source), error, more)
 
     def _turn(self, source: int) -> None:
         """Begin the next epoch of a source."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_fms.data.cursor import VERSION, Columns, State, check_same_run, give_up_begun, make_state
+from lightning_fms.data.cursor import COUNTERS, VERSION, Columns, State, check_same_run, give_up_begun, make_state
 from lightning_fms.data.items import Items, Reader
 from lightning_fms.data.mixture import History, parse, resume
 from lightning_fms.data.packing import IGNORE, Batch, BestFit, Concat, Packing
@@ -253,6 +253,10 @@ class StreamLoader:
                 "epoch_min": float(epochs[:, i].min()), "epoch_max": float(epochs[:, i].max()),
             }  # fmt: skip
         return report
+
+    def counters(self) -> dict[str, int]:
+        """Return what this rank's streams have counted since the run began, by the names of `COUNTERS`."""
+        return dict(zip(COUNTERS, self._rows[:, self._columns.counters].sum(axis=0).tolist(), strict=True))
 
     # -- batches -------------------------------------------------------------------------------------------------------
 

@@ -254,12 +254,29 @@ class RescalableDataModule(pl.LightningDataModule):
         if self.loader is None:
             return {}
         mine = self.loader.mix_report()
-        if self.loader.slots.world == 1 or not dist.is_initialized():
-            return mine
+        parts = self._from_data_ranks((len(self.loader.slots.owned()), mine))
+        return _merged_mix(parts) if len(parts) > 1 else mine
+
+    def counters(self) -> dict[str, int]:
+        """Return what all streams have counted since the run began.
+
+        `padding`: tokens of padding. `split`: tokens in another row than their document's beginning (`best_fit`). `cut`: tokens cut
+        off by `max_document_tokens`. `skipped`: documents given up. Collective, as `mix_report` is.
+        """
+        if self.loader is None:
+            return {}
+        parts = self._from_data_ranks(self.loader.counters())
+        return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+    def _from_data_ranks(self, mine: Any) -> list[Any]:
+        """Gather what each data rank has; ranks that share one count once."""
+        assert self.loader is not None
+        slots = self.loader.slots
+        if slots.world == 1 or not dist.is_initialized():
+            return [mine]
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (self.loader.slots.rank, len(self.loader.slots.owned()), mine))
-        by_rank = {rank: (streams, report) for rank, streams, report in everyone}  # ranks of one data rank count once
-        return _merged_mix(list(by_rank.values()))
+        dist.all_gather_object(everyone, (slots.rank, mine))
+        return list(dict(everyone).values())
 
     # -- joining the trainer -------------------------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ class Recipe:
             name: SourceOrder(source, name, self.seed, self.streams) for name, source in self.sources.items()
         }
         self._phases: dict[tuple[int, ...], np.ndarray] = {}
+        self.told = 0  # documents left out so far, in this process
 
     def weights(self, row: int) -> np.ndarray:
         """Return the shares in force at a row, one a column source (float64, sum 1)."""

@@ -11,7 +11,7 @@ from lightning_fms.callbacks import DataMix
 from lightning_fms.data import RescalableDataModule, StreamLoader
 from lightning_fms.data.tokenizer import ByteTokenizer
 from tests.data.chains import write_jsonl
-from tests.data.fits import Bigram, fit
+from tests.data.fits import Bigram, dist_size, fit
 from tests.data.test_trainer import pytestmark  # noqa: F401
 from tests.worlds import run_world
 
@@ -61,6 +61,23 @@ def test_the_epochs_of_all_ranks_are_those_of_one(data: dict) -> None:
             assert {name: pytest.approx(entry) for name, entry in ours.items()} == theirs
 
 
+def counters(data: dict, strategy: str) -> dict[str, int]:
+    module = RescalableDataModule(**data, packing="best_fit", max_document_tokens=40)
+    trainer = pl.Trainer(
+        max_steps=8, accelerator="cpu", devices=dist_size(), strategy="ddp" if strategy == "ddp" else "auto", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Reports()],
+    )  # fmt: skip
+    trainer.fit(Bigram(), module)
+    return module.counters()
+
+
+def test_the_counters_of_all_ranks_are_those_of_one(data: dict) -> None:
+    alone = counters(data, "one device")
+    assert alone["skipped"] == 0
+    assert min(alone["padding"], alone["split"], alone["cut"]) > 0
+    assert run_world(counters, 2, data, "ddp") == [alone, alone]
+
+
 def test_data_mix_logs_how_far_apart_the_streams_are(data: dict) -> None:
     trainer = pl.Trainer(
         max_steps=10, accelerator="cpu", callbacks=[DataMix()], logger=False, enable_checkpointing=False,
@@ -72,6 +89,8 @@ def test_data_mix_logs_how_far_apart_the_streams_are(data: dict) -> None:
     for name, entry in module.mix_report().items():
         for key in ("share", "target", "tokens", "epoch", "epoch_min", "epoch_max"):
             assert float(logged[f"data/{name}/{key}"]) == pytest.approx(entry[key], rel=1e-6)
+    for key, count in module.counters().items():
+        assert float(logged[f"data/{key}"]) == count
     (line,) = (line for line in module.report if "source small" in line)
     assert f"(streams from {entry['epoch_min']:.0f} to {entry['epoch_max']:.0f})" in line
 
