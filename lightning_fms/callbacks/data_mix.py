@@ -17,7 +17,7 @@ class DataMix(L.Callback):
 
     Where the data module has `counters()`, these are logged too, as `data/padding`, `split`, `cut` and `skipped`.
 
-    Both methods are on all ranks on logging steps, and on no others, so it may communicate.
+    Both are called on all ranks on logging steps, and on no others, so they may communicate.
 
     Raises:
         ValueError: at the start of a fit whose data module has no `mix_report()`.
