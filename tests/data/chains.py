@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import litdata
-import numpy as np
 import torch
 
 from lightning_fms.data import State, StreamLoader, merge_states
+from lightning_fms.data.loader import MicroBatch
+from lightning_fms.data.packing import IGNORE
 
 FIELDS = ("input_ids", "labels", "position_ids", "document_ids")
 
@@ -72,17 +73,28 @@ def run_phase(options: dict, phase: Phase, state: State | None, first_row: int) 
     ]  # fmt: skip
     streams = loaders[0].slots.streams
     rows: dict[int, tuple] = {}
-    iterators = [iter(loader) for loader in loaders]
+    iterators = [loader.micro_batches() for loader in loaders]
     for step in range(phase.steps):
         start = first_row + step * phase.batch
-        for rank, (loader, batches) in enumerate(zip(loaders, iterators, strict=True)):
+        for rank, (loader, micros) in enumerate(zip(loaders, iterators, strict=True)):
             expected = [row for row in range(start, start + phase.batch) if row % streams % phase.world == rank]
-            for batch in (next(batches) for _ in range(loader.slots.accumulate)):
-                assert batch["input_ids"].shape == (loader.slots.micro_rows, options["seq_len"])
-                for index in np.flatnonzero(batch["row_valid"].numpy()):
-                    rows[expected.pop(0)] = tuple(batch[name][index].numpy().tobytes() for name in FIELDS)
-            assert not expected, f"rank {rank} did not get its rows {expected}"
+            for part in loader.slots.split(len(expected)):
+                micro = next(micros)
+                for row, content in zip(expected[part], _contents(micro, part.stop - part.start), strict=True):
+                    rows[row] = content
+            assert micro.last
+            loader.apply(micro.step)
     merged = merge_states([loader.state_dict() for loader in loaders])
     for loader in loaders:
         loader.close()
     return rows, merged
+
+
+def _contents(micro: MicroBatch, count: int) -> list[tuple]:
+    """Return the fields of a micro-batch's `count` rows; what it shows where it has nothing to learn from is left out."""
+    batch = micro.batch
+    names = FIELDS if "input_ids" in batch else tuple(sorted(set(batch) - {"row_valid"}))
+    assert batch["row_valid"].tolist() == [micro.targets > 0 and i < count for i in range(len(batch["row_valid"]))]
+    if not micro.targets and "labels" in batch:
+        batch["labels"][:] = IGNORE
+    return [tuple(batch[name][index].numpy().tobytes() for name in names) for index in range(count)]
