@@ -76,9 +76,8 @@ class Draws:
     def oldest(self) -> Drawn | None:
         """Return the oldest document that is not used up, of which `offset` tokens are; `None` at the end of the data."""
         while True:
-            for drawn in self._pending:
-                if not drawn.used and drawn.position is not None:
-                    return drawn
+            if (drawn := self.current()) is not None:
+                return drawn
             self._commit()
             if not self._room():
                 raise ValueError(
@@ -87,6 +86,13 @@ class Draws:
                 )
             if not self._draw():
                 return None
+
+    def current(self) -> Drawn | None:
+        """Return what `oldest` would, but draw nothing: `None` if everything is used up."""
+        for drawn in self._pending:
+            if not drawn.used and drawn.position is not None:
+                return drawn
+        return None
 
     def look_ahead(self) -> list[Drawn]:
         """Draw as many documents as may wait, and return those that do, oldest first."""
@@ -114,12 +120,20 @@ class Draws:
 
     def begin_row(self, number: int) -> None:
         """Make ready for row `number` of the run: restore what was drawn, and follow the mixture."""
-        columns, history, before = self.recipe.columns, self.recipe.history, number - self.recipe.streams
+        history, before = self.recipe.history, number - self.recipe.streams
         if not self._restored:
             self._restore()
+            self._weights = self.recipe.weights(number)
+        if len(history) == 1:
+            return
         if before >= 0 and segment(history, before) != segment(history, number):
-            self.row[columns.since] = 0  # start counting anew
+            self.row[self.recipe.columns.since] = 0  # start counting anew
         self._weights = self.recipe.weights(number)
+
+    def rows_alike(self, number: int) -> int:
+        """Return how many of this stream's rows from `number` on are under the same weights."""
+        later = [first for first, _ in self.recipe.history if first > number]
+        return -(-(later[0] - number) // self.recipe.streams) if later else _NEVER
 
     def end_row(self) -> None:
         """Write the position behind the row that was made into the state row."""
@@ -129,6 +143,17 @@ class Draws:
         row[columns.window] = [low | later << _HALF for low, later in zip(self._window, self._later, strict=True)]
         row[columns.tokens], row[columns.offset] = self._tokens, self.offset
         columns.write_ahead(row, [(drawn.source, drawn.used) for drawn in self._pending])
+
+    def end_rows(self, count: int, tokens: int) -> np.ndarray:
+        """End `count` rows at once, each of `tokens` tokens of the document that is still current; return a state row for each."""
+        self.end_row()
+        current, columns = self.current(), self.recipe.columns
+        assert current is not None
+        states = np.repeat(self.row[None], count, axis=0)
+        behind = tokens * np.arange(count - 1, -1, -1)
+        states[:, columns.offset] -= behind
+        states[:, columns.tokens][:, current.source] -= behind
+        return states
 
     def _restore(self) -> None:
         """Take the positions from the state row and draw again what was drawn from there on."""

@@ -96,6 +96,26 @@ def _field(part: ItemRows, name: str, like: np.ndarray, fields: int) -> np.ndarr
     return field
 
 
+class ItemBuffer:
+    """Rows under way, put in any order.
+
+    Args:
+        count: R.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._rows: list[Any] = [None] * count
+
+    def put(self, place: int, row: ItemRows) -> None:
+        """Put one row at a place."""
+        self._rows[place] = row
+
+    def rows(self) -> ItemRows:
+        """Return all rows; each place must have been put."""
+        first, *others = self._rows
+        return first.concatenate(others)
+
+
 @dataclass(frozen=True)
 class Items:
     """One item a row.
@@ -107,6 +127,8 @@ class Items:
     reader: Reader
     name: ClassVar[str] = "none"
     full: ClassVar[bool] = False
+    row_tokens: ClassVar[int] = 1 << 16
+    """As if: a row may be an image."""
 
     def prepare(self, item: Any) -> dict[str, np.ndarray] | None:
         """Return the fields of an item's row as arrays (without the row dimension).
@@ -137,6 +159,14 @@ class Items:
         fields = {name: field[None] for name, field in oldest.content.items()}
         draws.use(oldest, 1)
         return ItemRows(fields, np.ones(1, dtype=bool))
+
+    def next_rows(self, draws: Draws, buffer: ItemBuffer, places: np.ndarray) -> int:
+        """Put no rows: each needs a draw."""
+        return 0
+
+    def buffer(self, count: int) -> ItemBuffer:
+        """Return a place to put `count` rows."""
+        return ItemBuffer(count)
 
     def rows(self, **arrays: np.ndarray) -> ItemRows:
         """Return rows from their arrays; none, if there are no arrays."""

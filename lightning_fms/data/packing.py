@@ -82,6 +82,31 @@ class Rows:
         return {"tokens": self.tokens, "known": self.known, "starts": self.starts, "counts": self.counts}
 
 
+class RowBuffer:
+    """Rows under way, put in any order.
+
+    Args:
+        count: R.
+        seq_len: T.
+    """
+
+    def __init__(self, count: int, seq_len: int) -> None:
+        self.tokens = np.empty((count, seq_len + 1), dtype=np.int32)
+        self.known = np.full(count, seq_len + 1, dtype=np.int32)
+        self.starts: list[Any] = [()] * count
+
+    def put(self, place: int, row: Rows) -> None:
+        """Put one row at a place."""
+        self.tokens[place], self.known[place], self.starts[place] = row.tokens[0], row.known[0], row.starts
+
+    def rows(self) -> Rows:
+        """Return all rows; each place must have been put."""
+        counts = np.array([len(starts) for starts in self.starts], dtype=np.int32)
+        filled = [starts for starts in self.starts if len(starts)]
+        starts = np.concatenate(filled, dtype=np.int32) if filled else np.empty(0, np.int32)
+        return Rows(self.tokens, self.known, starts, counts)
+
+
 class Packing(Protocol):
     """How a stream's documents become rows, and rows a batch."""
 
@@ -95,8 +120,21 @@ class Packing(Protocol):
         """Whether every row has the same number of targets."""
         ...
 
+    @property
+    def row_tokens(self) -> int:
+        """How many tokens a row takes, or how many would take as much memory."""
+        ...
+
     def next_row(self, draws: Draws) -> Any:
         """Use up documents for one row and return it."""
+        ...
+
+    def next_rows(self, draws: Draws, buffer: Any, places: np.ndarray) -> int:
+        """Put rows into a buffer's first places without a draw, as many as it takes to save time; return how many (0: none)."""
+        ...
+
+    def buffer(self, count: int) -> Any:
+        """Return a place to put `count` rows, with methods `put` and `rows` as `RowBuffer` has."""
         ...
 
     def rows(self, **arrays: np.ndarray) -> Any:
@@ -128,6 +166,19 @@ class _TokenPacking:
     seq_len: int
     mask_first: bool = False
 
+    @property
+    def row_tokens(self) -> int:
+        """T."""
+        return self.seq_len
+
+    def next_rows(self, draws: Draws, buffer: RowBuffer, places: np.ndarray) -> int:
+        """Put no rows: each needs a draw."""
+        return 0
+
+    def buffer(self, count: int) -> RowBuffer:
+        """Return a place to put `count` rows."""
+        return RowBuffer(count, self.seq_len)
+
     def rows(self, **arrays: np.ndarray) -> Rows:
         """Return rows from their arrays; none, if there are no arrays."""
         return Rows(**arrays) if arrays else Rows.none(self.seq_len)
@@ -155,6 +206,22 @@ class Concat(_TokenPacking):
     def full(self) -> bool:
         """Whether every row has the same number of targets."""
         return not self.mask_first
+
+    def next_rows(self, draws: Draws, buffer: RowBuffer, places: np.ndarray) -> int:
+        """Cut rows that lie inside one long document, all at once."""
+        current, offset = draws.current(), draws.offset
+        if current is None or draws.trace is not None:
+            return 0
+        count = min(len(places), (current.length - 1 - offset) // self.seq_len)
+        if count < 1:
+            return 0
+        line = current.content[offset : offset + count * self.seq_len + 1]
+        for place, start in zip(places[:count].tolist(), range(0, count * self.seq_len, self.seq_len), strict=True):
+            buffer.tokens[place] = line[start : start + self.seq_len + 1]
+        if offset == 0:
+            buffer.starts[places[0]] = (0,)
+        draws.use(current, count * self.seq_len)
+        return count
 
     def next_row(self, draws: Draws) -> Rows:
         """Fill a row from the line; it ends early at the end of the data only."""
@@ -228,25 +295,29 @@ def collate(rows: Rows, size: int, mask_first: bool = False) -> Batch:
         padding as if it were one more.
     """
     count, seq_len = rows.tokens.shape[0], rows.tokens.shape[1] - 1
-    tokens = np.zeros((size, seq_len + 1), dtype=np.int64)
-    tokens[:count] = rows.tokens
+    inputs, labels = np.zeros((size, seq_len), np.int64), np.full((size, seq_len), IGNORE, np.int64)
+    inputs[:count], labels[:count] = rows.tokens[:, :-1], rows.tokens[:, 1:]
     known = np.zeros(size, dtype=np.int64)
     known[:count] = rows.known
     row_of_start = np.repeat(np.arange(count), rows.counts)
     first = np.zeros((size, seq_len + 2), dtype=bool)
     first[row_of_start, rows.starts] = True
-    place = np.arange(seq_len)
-    labels = np.where(place + 1 < known[:, None], tokens[:, 1:], IGNORE)
     if mask_first:
         labels[first[:, 1:-1]] = IGNORE
+    for row in np.flatnonzero(rows.known <= seq_len).tolist():
+        labels[row, max(0, known[row] - 1) :] = IGNORE
     first[np.arange(size), known] = True
     first[:, 0] = True
-    first = first[:, :seq_len]
-    document_start = np.maximum.accumulate(np.where(first, place, 0), axis=1)
+    # A number for each document, from 0 in each row, and its first place; both spread over its tokens.
+    begins = np.flatnonzero(first[:, :seq_len])
+    row_of_document, place = np.divmod(begins, seq_len)
+    lengths = np.diff(begins, append=size * seq_len)
+    number = np.arange(len(begins)) - np.searchsorted(row_of_document, np.arange(size))[row_of_document]
+    positions = np.tile(np.arange(seq_len), size) - np.repeat(place, lengths)
     return {
-        "input_ids": torch.from_numpy(tokens[:, :-1].copy()),
+        "input_ids": torch.from_numpy(inputs),
         "labels": torch.from_numpy(labels),
-        "position_ids": torch.from_numpy(place - document_start),
-        "document_ids": torch.from_numpy(np.cumsum(first, axis=1) - 1),
+        "position_ids": torch.from_numpy(positions.reshape(size, seq_len)),
+        "document_ids": torch.from_numpy(np.repeat(number, lengths).reshape(size, seq_len)),
         "row_valid": torch.from_numpy(known > 0),
     }

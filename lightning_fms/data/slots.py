@@ -106,6 +106,11 @@ class Slots:
         """Return the row numbers of this rank in the global batch that starts at `first_row`."""
         return rows_of_rank(first_row, self.batch, self.streams, self.world, self.rank)
 
+    def rows_of_steps(self, first_row: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return this rank's row numbers in several global batches, and where each batch begins among them (`[steps + 1]`)."""
+        rows = rows_of_rank(first_row, steps * self.batch, self.streams, self.world, self.rank)
+        return rows, np.searchsorted(rows, first_row + self.batch * np.arange(steps + 1))
+
     def owned(self) -> np.ndarray:
         """Return the streams of this rank, ascending."""
         return np.arange(self.rank, self.streams, self.world, dtype=np.int64)

@@ -63,6 +63,11 @@ class Recipe:
         self._phases: dict[tuple[int, ...], np.ndarray] = {}
         self.told = 0  # documents left out so far, in this process
 
+    @property
+    def holds_tokens(self) -> bool:
+        """Whether every source holds tokens, so that rows cost no tokenizing."""
+        return all(getattr(source, "holds_tokens", False) for source in self.sources.values())
+
     def weights(self, row: int) -> np.ndarray:
         """Return the shares in force at a row, one a column source (float64, sum 1)."""
         weights = self.history[segment(self.history, row)][1]
@@ -137,11 +142,35 @@ class Stream:
         self.draws.end_row()
         return row
 
+    def make_rows(self, numbers: np.ndarray, places: np.ndarray, buffer: Any, states: np.ndarray) -> None:
+        """Emit several of this stream's rows.
 
-def produce(streams: Sequence[Stream], numbers: Sequence[int], which: Sequence[int]) -> tuple[Any, np.ndarray]:
+        Args:
+            numbers: int64 `[n]`, their numbers, ascending.
+            places: int64 `[n]`, where each goes.
+            buffer: Gets the rows; see `Packing.buffer`.
+            states: int64 `[R, K]`, gets the state row behind each.
+        """
+        packing, draws, done = self.recipe.packing, self.draws, 0
+        while done < len(numbers):
+            number = int(numbers[done])
+            draws.begin_row(number)
+            alike = places[done : done + draws.rows_alike(number)]
+            if count := packing.next_rows(draws, buffer, alike):
+                states[alike[:count]] = draws.end_rows(count, packing.row_tokens)
+            else:
+                buffer.put(places[done], packing.next_row(draws))
+                draws.end_row()
+                states[places[done]], count = self.row, 1
+            done += count
+
+
+def produce(streams: Sequence[Stream], numbers: np.ndarray, which: np.ndarray) -> tuple[Any, np.ndarray]:
     """Emit rows `numbers` from `streams[which]`; return them with each one's state row afterwards (int64 `[R, K]`)."""
-    parts, states = [], []
-    for number, index in zip(numbers, which, strict=True):
-        parts.append(streams[index].next_row(int(number)))
-        states.append(streams[index].row.copy())
-    return parts[0].concatenate(parts[1:]) if len(parts) > 1 else parts[0], np.stack(states)
+    recipe, numbers, which = streams[0].recipe, np.asarray(numbers), np.asarray(which)
+    buffer = recipe.packing.buffer(len(numbers))
+    states = np.empty((len(numbers), recipe.columns.width), dtype=np.int64)
+    order = np.argsort(which, kind="stable")
+    for places in np.split(order, np.flatnonzero(np.diff(which[order])) + 1):
+        streams[which[places[0]]].make_rows(numbers[places], places, buffer, states)
+    return buffer.rows(), states

@@ -6,6 +6,7 @@ the rows of several steps in three arrays and the state rows that belong to them
 memory, errors, death of the parent) are those of `torch.utils.data.DataLoader`.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,9 @@ from lightning_fms.data.slots import Slots
 from lightning_fms.data.sources import DocumentError
 from lightning_fms.data.stream import Recipe, Stream, produce
 
-_MESSAGE_ROWS = 64
-_MESSAGE_STEPS = 32
+_MESSAGE_TOKENS = 1 << 20  # 4 MB: what a message costs beside its bytes no longer shows
+_MESSAGE_STEPS = 64
+_TEXT_ROWS = 64  # in this process, so that tokenizing does not hold up one step for many
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,23 @@ class RankRows(IterableDataset):
         first_row: Row number to go on from.
         owned: int64 `[n]`, the rank's streams.
         states: int64 `[n, K]`, their state rows.
+        ahead: Whether worker processes make them, ahead of their use.
     """
 
-    def __init__(self, recipe: Recipe, slots: Slots, first_row: int, owned: np.ndarray, states: np.ndarray) -> None:
+    def __init__(
+        self, recipe: Recipe, slots: Slots, first_row: int, owned: np.ndarray, states: np.ndarray, ahead: bool
+    ) -> None:
         self._recipe, self._slots, self._first_row, self._owned, self._states = recipe, slots, first_row, owned, states
+        self._ahead = ahead
 
     def chunk_steps(self, chunk: int, workers: int) -> int:
         """Return how many steps chunk number `chunk` holds: 1 at first, so that the first batch comes soon, then more."""
         streams = -(-len(self._owned) // workers)
         rows = max(1, streams * self._slots.batch // self._slots.streams)
-        return min(2**chunk, max(1, _MESSAGE_ROWS // rows), _MESSAGE_STEPS)
+        most = max(1, _MESSAGE_TOKENS // self._recipe.packing.row_tokens)
+        if not self._ahead and not self._recipe.holds_tokens:
+            most = min(most, _TEXT_ROWS)
+        return min(2**chunk, max(1, most // rows), _MESSAGE_STEPS)
 
     def chunks(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Yield, without end, the rows of one worker's streams."""
@@ -65,23 +74,22 @@ class RankRows(IterableDataset):
         except ValueError as error:
             yield {"error": str(error)}
             return
-        place = {stream.index: i for i, stream in enumerate(streams)}
         first_row, chunk = self._first_row, 0
         while True:
             steps = self.chunk_steps(chunk, workers)
-            numbers = [
-                number
-                for step in range(steps)
-                for number in self._slots.rows(first_row + step * self._slots.batch)
-                if int(number) % self._slots.streams in place
-            ]
-            which = [place[int(number) % self._slots.streams] for number in numbers]
-            yield self._produce(streams, numbers, which)
+            numbers, _ = self._slots.rows_of_steps(first_row, steps)
+            owned = self.owned_index(numbers)
+            numbers, owned = numbers[owned % workers == worker], owned[owned % workers == worker]
+            yield self._produce(streams, numbers, owned // workers)
             first_row += steps * self._slots.batch
             chunk += 1
 
-    def _produce(self, streams: list[Stream], numbers: list[int], which: list[int]) -> dict[str, Any]:
-        if not numbers:
+    def owned_index(self, numbers: np.ndarray) -> np.ndarray:
+        """Return which of the rank's streams each of its rows comes from (int64)."""
+        return (numbers % self._slots.streams - self._slots.rank) // self._slots.world
+
+    def _produce(self, streams: list[Stream], numbers: np.ndarray, which: np.ndarray) -> dict[str, Any]:
+        if not len(numbers):
             return {}
         try:
             rows, states = produce(streams, numbers, which)
@@ -113,7 +121,7 @@ def steps(
     """
     owned = slots.owned()
     workers = min(workers, len(owned))
-    source = RankRows(recipe, slots, first_row, owned, states)
+    source = RankRows(recipe, slots, first_row, owned, states, ahead=workers > 0)
     # A generator of its own: the loader's seed must not come out of the run's random numbers.
     messages: Iterator[dict[str, Any]] = iter(
         DataLoader(
@@ -125,38 +133,32 @@ def steps(
     workers = max(workers, 1)
     chunk = 0
     while True:
-        parts = [_Message(next(messages), recipe.packing, states[:0]) for _ in range(workers)]  # workers answer in turn
-        for _ in range(source.chunk_steps(chunk, workers)):
-            streams = slots.rows(first_row) % slots.streams
-            owners = (streams - slots.rank) // slots.world % workers
-            yield Step(first_row, *_gather(parts, owners), streams=streams)
+        count = source.chunk_steps(chunk, workers)
+        numbers, begins = slots.rows_of_steps(first_row, count)
+        messages_of_chunk = [next(messages) for _ in range(workers)]  # workers answer in turn
+        rows, states_after = _gather(
+            messages_of_chunk, source.owned_index(numbers) % workers, recipe.packing, states[:0]
+        )
+        for low, high in itertools.pairwise(begins.tolist()):
+            part = slice(low, high)
+            yield Step(first_row, rows.between(low, high), states_after[part], numbers[part] % slots.streams)
             first_row += slots.batch
         chunk += 1
 
 
-class _Message:
-    """A worker's chunk, taken apart row by row."""
-
-    def __init__(self, message: dict[str, Any], packing: Packing, no_states: np.ndarray) -> None:
+def _gather(
+    messages: list[dict[str, Any]], owners: np.ndarray, packing: Packing, no_states: np.ndarray
+) -> tuple[Any, np.ndarray]:
+    """Put the rows of a chunk in row order, where `owners` (int64 `[R]`) says which worker made each."""
+    parts, states = [], []
+    for message in messages:
         if "error" in message:
             raise DocumentError(message["error"])
         arrays = {name: tensor.numpy() for name, tensor in message.items()}
-        self._states = arrays.pop("states", no_states)
-        self._rows = packing.rows(**arrays)
-        self._next = 0
-
-    def take(self, count: int) -> tuple[Any, np.ndarray]:
-        """Return the next rows and the state rows that belong to them."""
-        low, self._next = self._next, self._next + count
-        return self._rows.between(low, self._next), self._states[low : self._next]
-
-
-def _gather(parts: list[_Message], owners: np.ndarray) -> tuple[Any, np.ndarray]:
-    """Put a step's rows in row order, where `owners` (int64 `[R]`) says which worker has each."""
+        states.append(arrays.pop("states", no_states))
+        parts.append(packing.rows(**arrays))
     if len(parts) == 1:
-        return parts[0].take(len(owners))
-    taken = [part.take(int((owners == worker).sum())) for worker, part in enumerate(parts)]
-    (first, *others), states = [rows for rows, _ in taken], np.concatenate([states for _, states in taken])
+        return parts[0], states[0]
     place = np.empty(len(owners), dtype=np.int64)
     place[np.argsort(owners, kind="stable")] = np.arange(len(owners))
-    return first.concatenate(others).take(place), states[place]
+    return parts[0].concatenate(parts[1:]).take(place), np.concatenate(states)[place]

@@ -367,9 +367,27 @@ def test_a_document_in_flight_that_is_no_longer_there_is_an_error(tmp_path: Path
 def test_produce_gives_each_row_with_the_state_behind_it(tmp_path: Path) -> None:
     sources = write(tmp_path, a=[3, 9, 27, 1, 0, 14])
     recipe = recipe_of(sources, streams=3, seq_len=8)
-    rows, states = produce([fresh(recipe, index) for index in range(3)], [0, 1, 2, 3, 4], [0, 1, 2, 0, 1])
+    which = np.array([0, 1, 2, 0, 1])
+    rows, states = produce([fresh(recipe, index) for index in range(3)], np.arange(5), which)
     assert rows.tokens.shape == (5, 9)
     for place, (index, count) in enumerate([(0, 1), (1, 1), (2, 1), (0, 2), (1, 2)]):
         alone = fresh(recipe, index)
         assert np.array_equal(rows_of(alone, count)[-1].tokens, rows.tokens[place : place + 1])
         assert np.array_equal(alone.row, states[place])
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=8).filter(any), st.integers(1, 9), st.integers(1, 30))
+def test_rows_made_together_are_those_made_one_by_one(each: list[int], seq_len: int, change_at: int) -> None:
+    streams = 3
+    with tempfile.TemporaryDirectory() as folder:
+        history: History = [(0, {"a": 0.5, "b": 0.5}), (change_at, {"a": 0.2, "b": 0.8})]
+        recipe = recipe_of(write(folder, a=each, b=[100, 3]), streams, seq_len, history=history)
+        numbers = np.arange(60)
+        rows, states = produce([fresh(recipe, index) for index in range(streams)], numbers, numbers % streams)
+        for index in range(streams):
+            alone = fresh(recipe, index)
+            for number in range(index, 60, streams):
+                row = alone.next_row(number)
+                assert equal([row], [rows.between(number, number + 1)])
+                assert np.array_equal(alone.row, states[number])

@@ -32,6 +32,7 @@ class MegatronTokens:
     """
 
     listing: Listing
+    holds_tokens = True
 
     def __init__(self, paths: Paths | Listing) -> None:
         listing = paths if isinstance(paths, Listing) else list_files(paths)

@@ -33,7 +33,8 @@ class Source(Protocol):
     """A format: where documents start, and what they say.
 
     A document belongs to the byte range that holds its address, so any cut of a file into ranges gives each document to
-    exactly one of them. Sources hold no position: the same call gives the same answer in every process.
+    exactly one of them. Sources hold no position: the same call gives the same answer in every process. One whose documents
+    are all tokens may say so by `holds_tokens = True`: rows are then made in larger portions.
     """
 
     listing: Listing

@@ -37,6 +37,7 @@ class TokenFiles:
     """
 
     listing: Listing
+    holds_tokens = True
 
     def __init__(
         self, paths: Paths | Listing, dtype: str | None = None, eos_id: int | None = None, bos_id: int | None = None
