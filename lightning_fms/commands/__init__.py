@@ -1,0 +1,1 @@
+"""Plain commands beside the Hydra apps: `fms-data`."""
