@@ -210,11 +210,16 @@ def _reserve(cfg: DictConfig, reserved: list[Reservation]) -> str:
     return str(reserved[0].folder)
 
 
+def data_module(cfg: DictConfig) -> Any:
+    """Build the data module of a config, which needs no trainer."""
+    return instantiate(cfg.data, _convert_="all")
+
+
 def _fit(cfg: DictConfig, overrides: list[str], folder: Path, checkpoint: str | None) -> L.Trainer:
     with open_dict(cfg):
         cfg.paths.run = str(folder)
     L.seed_everything(cfg.seed, workers=True, verbose=False)
-    datamodule = instantiate(cfg.data, _convert_="all")
+    datamodule = data_module(cfg)
     _fill_vocabulary(cfg, datamodule)
     with torch.device("meta") if cfg.meta_init else nullcontext():
         module = instantiate(cfg.model, _convert_="all")

@@ -230,6 +230,25 @@ def _started(run: Path) -> str:
         return ""
 
 
+def config_of(run: Path) -> DictConfig:
+    """The config of a run's last start, with the folder where the run is now.
+
+    Raises:
+        ValueError: if the folder is no run, or its config cannot be read.
+    """
+    if not is_run(run):
+        raise ValueError(
+            f"{run}: is no run, which holds {RECORD} and config.yaml; give the folder of one, <root>/<name>/<number>"
+        )
+    try:
+        cfg = OmegaConf.load(run / "config.yaml")
+        assert isinstance(cfg, DictConfig)
+        cfg.paths.run = str(run)
+    except Exception as error:  # Whatever a foreign file can make a parser raise, the mistake is the file.
+        raise ValueError(f"{run / 'config.yaml'}: is no config of a run ({type(error).__name__})") from error
+    return cfg
+
+
 class RunRecord(L.Callback):
     """Write `config.yaml` and `run.yaml` when the first batch has been trained: from then on the folder is a run."""
 

@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
         default="raise",
         help="what to do at a document that cannot be read (raise)",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run_command=run)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,15 @@ Nothing is logged while training. A row is a function of its stream's state, so 
 row again and notes what it is made of. A state every N steps (`DataTrail` keeps them) bounds the work to N steps.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from lightning_fms.data.cursor import State
 from lightning_fms.data.draws import Place
 from lightning_fms.data.loader import StreamLoader
+
+_OF_THE_TIME = ("seed", "num_streams", "seq_len", "packing", "shuffle_window", "eos", "bos", "max_document_tokens")
 
 
 @dataclass(frozen=True)
@@ -59,3 +63,44 @@ def readings(loader: StreamLoader, first_row: int, stop_row: int) -> Iterator[Re
             name = loader.source_names[place.source]
             file = loader.listings[name].names[place.file]
             yield Reading(number, name, place.epoch, file, place.start, place.ref, first_token, tokens)
+
+
+def loader_at(options: Mapping[str, Any], state: State | None = None) -> StreamLoader:
+    """Open a loader of all streams in this process, with the settings that a state was written under.
+
+    Args:
+        options: Of a `StreamLoader`. What the state says of its time goes before them: a run may have been gone on with under
+            others since.
+        state: A merged state; `None` is the start, with the options as they are.
+
+    Raises:
+        ValueError: If the options lack a source that the state draws from, or name another tokenizer.
+    """
+    options = {**options, "micro_batch_size": None, "num_workers": 0, "multiprocessing_context": None}
+    if state is None:
+        return StreamLoader(**options)
+    header, sources = state["header"], options["sources"]
+    if isinstance(sources, Mapping):  # the weights are those of the state
+        sources = {name: _without_weight(spec) for name, spec in sources.items()}
+    row, names = header["row"], set(sources) if isinstance(sources, Mapping) else set(header["sources"])
+    current = max(i for i, (first, _) in enumerate(header["mixture"]) if first <= row)
+    mixture = {0 if first <= row else first: weights for first, weights in header["mixture"][current:]}
+    for weights in mixture.values():
+        if gone := sorted(name for name, weight in weights.items() if weight > 0 and name not in names):
+            raise ValueError(
+                f"the state draws from source {gone[0]!r}, and there are {sorted(names)}; name its files again"
+            )
+    then = {name: header[name] for name in _OF_THE_TIME}
+    then["mixture"] = {first: {n: w for n, w in weights.items() if n in names} for first, weights in mixture.items()}
+    then["max_epochs"] = {name: most for name, most in header["max_epochs"].items() if name in names}
+    loader = StreamLoader(**{**options, **then, "sources": sources}, state=state)
+    if header["tokenizer"] != loader.tokenizer.fingerprint:
+        raise ValueError(
+            f"the state was written with tokenizer {header['tokenizer']}, and this one is {loader.tokenizer.fingerprint}; give the "
+            "tokenizer of that time, for documents have other lengths with this one"
+        )
+    return loader
+
+
+def _without_weight(spec: Any) -> Any:
+    return {key: value for key, value in spec.items() if key != "weight"} if isinstance(spec, Mapping) else spec

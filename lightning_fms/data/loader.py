@@ -18,7 +18,7 @@ from lightning_fms.data.items import Items, Reader
 from lightning_fms.data.mixture import History, parse, resume
 from lightning_fms.data.packing import IGNORE, Batch, BestFit, Concat, Packing
 from lightning_fms.data.slots import Slots
-from lightning_fms.data.sources import Listing, open_sources
+from lightning_fms.data.sources import Listing, Source, open_sources
 from lightning_fms.data.stream import Recipe, Stream
 from lightning_fms.data.tokenizer import open_tokenizer
 from lightning_fms.data.workers import Step, steps
@@ -231,6 +231,11 @@ class StreamLoader:
     def source_names(self) -> list[str]:
         """Names of the sources by number, those that the run used to have included."""
         return self._columns.sources
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """Where the documents of each source are, by name."""
+        return self._sources
 
     @property
     def listings(self) -> dict[str, Listing]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_fms.data.audit import loader_at
 from lightning_fms.data.cursor import State, merge_states
 from lightning_fms.data.feed import Feed, steps_of_one_pass
 from lightning_fms.data.items import Reader
@@ -277,6 +278,10 @@ class RescalableDataModule(pl.LightningDataModule):
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (slots.rank, mine))
         return list(dict(everyone).values())
+
+    def loader_at(self, state: State | None = None) -> StreamLoader:
+        """Return a loader of all streams in this process, at a state or at the start; for audits, see `audit.loader_at`."""
+        return loader_at({**self._training, **self._everywhere}, state)
 
     # -- joining the trainer -------------------------------------------------------------------------------------------
 
