@@ -164,9 +164,13 @@ class Items:
         """Put no rows: each needs a draw."""
         return 0
 
-    def buffer(self, count: int) -> ItemBuffer:
-        """Return a place to put `count` rows."""
+    def buffer(self, count: int, memory: np.ndarray | None = None) -> ItemBuffer:
+        """Return a place to put `count` rows; their memory is the reader's."""
         return ItemBuffer(count)
+
+    def merge(self, parts: list[ItemRows], place: np.ndarray) -> ItemRows:
+        """Return row `place[i]` of all parts, one after the other, as row `i`."""
+        return parts[0].concatenate(parts[1:]).take(place)
 
     def rows(self, **arrays: np.ndarray) -> ItemRows:
         """Return rows from their arrays; none, if there are no arrays."""

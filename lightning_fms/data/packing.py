@@ -88,10 +88,11 @@ class RowBuffer:
     Args:
         count: R.
         seq_len: T.
+        memory: int32 `[>= R, T + 1]`, where the tokens go; `None` takes new memory.
     """
 
-    def __init__(self, count: int, seq_len: int) -> None:
-        self.tokens = np.empty((count, seq_len + 1), dtype=np.int32)
+    def __init__(self, count: int, seq_len: int, memory: np.ndarray | None = None) -> None:
+        self.tokens = np.empty((count, seq_len + 1), dtype=np.int32) if memory is None else memory[:count]
         self.known = np.full(count, seq_len + 1, dtype=np.int32)
         self.starts: list[Any] = [()] * count
 
@@ -133,12 +134,16 @@ class Packing(Protocol):
         """Put rows into a buffer's first places without a draw, as many as it takes to save time; return how many (0: none)."""
         ...
 
-    def buffer(self, count: int) -> Any:
-        """Return a place to put `count` rows, with methods `put` and `rows` as `RowBuffer` has."""
+    def buffer(self, count: int, memory: np.ndarray | None) -> Any:
+        """Return a place to put `count` rows, in given memory if it can; with methods `put` and `rows` as `RowBuffer` has."""
         ...
 
     def rows(self, **arrays: np.ndarray) -> Any:
         """Return rows from what `arrays` of rows gave in another process; none, if nothing came."""
+        ...
+
+    def merge(self, parts: list[Any], place: np.ndarray) -> Any:
+        """Return row `place[i]` of all parts, one after the other, as row `i`; nothing of it shares memory with the parts."""
         ...
 
     def targets(self, rows: Any) -> int:
@@ -155,7 +160,7 @@ class Packing(Protocol):
 
 
 @dataclass(frozen=True)
-class _TokenPacking:
+class TokenPacking:
     """What the packings of tokens have in common.
 
     Args:
@@ -175,9 +180,13 @@ class _TokenPacking:
         """Put no rows: each needs a draw."""
         return 0
 
-    def buffer(self, count: int) -> RowBuffer:
+    def buffer(self, count: int, memory: np.ndarray | None = None) -> RowBuffer:
         """Return a place to put `count` rows."""
-        return RowBuffer(count, self.seq_len)
+        return RowBuffer(count, self.seq_len, memory)
+
+    def merge(self, parts: list[Rows], place: np.ndarray) -> Rows:
+        """Return row `place[i]` of all parts, one after the other, as row `i`; nothing of it shares memory with the parts."""
+        return merge(parts, place)
 
     def rows(self, **arrays: np.ndarray) -> Rows:
         """Return rows from their arrays; none, if there are no arrays."""
@@ -197,7 +206,7 @@ class _TokenPacking:
         return collate(rows, size, self.mask_first)
 
 
-class Concat(_TokenPacking):
+class Concat(TokenPacking):
     """Documents in one line, cut every `seq_len` tokens."""
 
     name: ClassVar[str] = "concat"
@@ -241,7 +250,7 @@ class Concat(_TokenPacking):
         return Rows.row(out, filled, starts)
 
 
-class BestFit(_TokenPacking):
+class BestFit(TokenPacking):
     """Whole documents in a row, the longest that fits first; no target where a document starts."""
 
     name: ClassVar[str] = "best_fit"
@@ -278,6 +287,28 @@ class BestFit(_TokenPacking):
             draws.use(best, best.length)
         draws.count(columns.padding, self.seq_len - filled)
         return Rows.row(out, filled, starts)
+
+
+def merge(parts: list[Rows], place: np.ndarray) -> Rows:
+    """Put the rows of several parts in another order, each token copied once.
+
+    Args:
+        parts: Rows of equal length.
+        place: int64 `[R]`, which row of the parts, counted through them, comes at each place.
+    """
+    tokens = np.empty((len(place), parts[0].tokens.shape[1]), dtype=np.int32)
+    ends = np.cumsum([len(part) for part in parts])
+    part_of_row = np.searchsorted(ends, place, side="right")
+    for i, part in enumerate(parts):
+        mine = part_of_row == i
+        tokens[mine] = part.tokens[place[mine] - (ends[i] - len(part))]
+    known, counts, starts = (
+        np.concatenate([part.arrays()[name] for part in parts]) for name in ("known", "counts", "starts")
+    )
+    first = (np.cumsum(counts) - counts)[place]
+    counts = counts[place]
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return Rows(tokens, known[place], starts[np.repeat(first, counts) + within], counts)
 
 
 def collate(rows: Rows, size: int, mask_first: bool = False) -> Batch:

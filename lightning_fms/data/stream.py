@@ -165,10 +165,15 @@ class Stream:
             done += count
 
 
-def produce(streams: Sequence[Stream], numbers: np.ndarray, which: np.ndarray) -> tuple[Any, np.ndarray]:
-    """Emit rows `numbers` from `streams[which]`; return them with each one's state row afterwards (int64 `[R, K]`)."""
-    recipe, numbers, which = streams[0].recipe, np.asarray(numbers), np.asarray(which)
-    buffer = recipe.packing.buffer(len(numbers))
+def produce(
+    streams: Sequence[Stream], numbers: np.ndarray, which: np.ndarray, memory: np.ndarray | None = None
+) -> tuple[Any, np.ndarray]:
+    """Emit rows `numbers` from `streams[which]`; return them with each one's state row afterwards (int64 `[R, K]`).
+
+    Tokens go into `memory` (int32 `[>= R, T + 1]`) if that is given and the packing makes tokens.
+    """
+    recipe = streams[0].recipe
+    buffer = recipe.packing.buffer(len(numbers), memory)
     states = np.empty((len(numbers), recipe.columns.width), dtype=np.int64)
     order = np.argsort(which, kind="stable")
     for places in np.split(order, np.flatnonzero(np.diff(which[order])) + 1):

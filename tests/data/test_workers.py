@@ -1,0 +1,49 @@
+"""Rows that come from worker processes are those made in this one, whatever way they travel."""
+
+import numpy as np
+import pytest
+
+from lightning_fms.data import StreamLoader, workers
+from lightning_fms.data.workers import steps
+from tests.data.chains import write_jsonl
+
+SEQ_LEN = 12
+
+
+@pytest.fixture(scope="module")
+def loader(tmp_path_factory):
+    root = tmp_path_factory.mktemp("workers")
+    return StreamLoader({"p": write_jsonl(root / "p", "p", 60)}, SEQ_LEN, 7, num_streams=10, rank=1, world_size=2)
+
+
+def rows_of(loader, count, number_of_workers):
+    stream = steps(loader._recipe, loader.slots, 0, loader._rows.copy(), number_of_workers, None)
+    taken = [next(stream) for _ in range(count)]  # all are kept: none may lie in memory that is written again
+    stream.close()
+    return taken
+
+
+def same(one, other):
+    return all(
+        a.first_row == b.first_row
+        and all(np.array_equal(x, y) for x, y in zip(a.rows.arrays().values(), b.rows.arrays().values(), strict=True))
+        and np.array_equal(a.states, b.states)
+        and np.array_equal(a.streams, b.streams)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("number_of_workers", [1, 2, 3])
+def test_steps_stay_what_they_are_while_the_ring_goes_round(loader, monkeypatch, number_of_workers):
+    monkeypatch.setattr(workers, "_MESSAGE_STEPS", 2)
+    assert same(rows_of(loader, 41, number_of_workers), rows_of(loader, 41, 0))
+
+
+def test_portions_that_do_not_fit_go_with_the_message(loader, monkeypatch):
+    expected = rows_of(loader, 9, 0)
+    monkeypatch.setattr(workers, "_RING_TOKENS", 0)
+    assert same(rows_of(loader, 9, 2), expected)
+
+
+def test_more_workers_than_streams_are_not_started(loader):
+    assert same(rows_of(loader, 5, 50), rows_of(loader, 5, 0))
