@@ -9,6 +9,8 @@ from tests.data.chains import write_jsonl
 
 SEQ_LEN = 12
 
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
 
 @pytest.fixture(scope="module")
 def loader(tmp_path_factory):
