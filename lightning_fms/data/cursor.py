@@ -97,25 +97,25 @@ def make_state(header: dict[str, Any], streams: np.ndarray, rows: np.ndarray) ->
     return {"header": dict(header), "streams": torch.from_numpy(streams.copy()), "rows": torch.from_numpy(rows.copy())}
 
 
-def give_up_begun(rows: np.ndarray, columns: Columns, absent: Sequence[str] = (), everywhere: bool = False) -> int:
+def give_up_begun(rows: np.ndarray, columns: Columns, absent: Sequence[str] = (), changed: Sequence[str] = ()) -> int:
     """Give up the rest of documents that were begun and cannot be gone on with.
 
     Args:
         rows: int64 `[S, K]`, changed in place.
         columns: Their columns.
         absent: Sources that are not part of the run now: what was drawn of them and is not begun is drawn when they are back.
-        everywhere: Whether all documents that were begun lose their rest, because their offsets count other tokens than now.
+        changed: Sources whose documents make other tokens than before, so that offsets into them mean nothing.
 
     Returns:
         How many documents lose their rest; they are counted as skipped.
     """
-    gone = {columns.sources.index(name) for name in absent}
+    gone, other = ({columns.sources.index(name) for name in names} for names in (absent, changed))
     lost = 0
     for row in rows:
         drawn = columns.read_ahead(row)
         if row[columns.offset]:
             first = next(i for i, (_, used) in enumerate(drawn) if not used)
-            if everywhere or drawn[first][0] in gone:
+            if drawn[first][0] in gone | other:
                 drawn[first] = (drawn[first][0], True)
                 row[columns.offset] = 0
                 row[columns.skipped] += 1
@@ -190,8 +190,14 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
             f"this run's are {sorted(current['listings'])}"
         )
     for name in sorted(shared):
-        then, now = saved["listings"][name], current["listings"][name]
-        if then != now:
+        then, now = dict(saved["listings"][name]), dict(current["listings"][name])
+        cut, cut_now = then.pop("cut"), now.pop("cut")
+        if cut != cut_now:
+            raise ValueError(
+                f"source {name!r}: its files were cut into documents by {cut} when the run started and are by {cut_now} now, which "
+                "moves every document; set it back, or add the files as another source"
+            )
+        if then["digest"] != now["digest"]:
             raise ValueError(
                 f"source {name!r} is not what the run started with: {then['files']} files of {then['bytes']:,} bytes then, "
                 f"{now['files']} files of {now['bytes']:,} bytes now; restore its files, and add new ones as another source"

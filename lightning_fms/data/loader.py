@@ -18,7 +18,7 @@ from lightning_fms.data.items import Items, Reader
 from lightning_fms.data.mixture import History, parse, resume
 from lightning_fms.data.packing import IGNORE, Batch, BestFit, Concat, Packing
 from lightning_fms.data.slots import Slots
-from lightning_fms.data.sources import Listing, Source, open_sources
+from lightning_fms.data.sources import Document, Listing, Source, open_sources
 from lightning_fms.data.stream import Recipe, Stream
 from lightning_fms.data.tokenizer import open_tokenizer
 from lightning_fms.data.workers import Step, steps
@@ -165,8 +165,12 @@ class StreamLoader:
             rows = self._columns.adopt(_complete_rows(state), saved["sources"], window)
             other_tokens = (saved["tokenizer"], saved["bos"]) != (self.tokenizer.fingerprint, self._documents["bos"])
             absent = set(self._columns.sources) - set(names)
-            everywhere = other_tokens or isinstance(self.packing, Items)  # an item has no rest
-            self.skipped_documents = give_up_begun(rows, self._columns, sorted(absent), everywhere)
+            if other_tokens or isinstance(self.packing, Items):  # an item has no rest
+                changed = self._columns.sources
+            else:
+                now, then = self._listings(), saved["listings"]
+                changed = [n for n in now if n in then and now[n]["text_key"] != then[n]["text_key"]]
+            self.skipped_documents = give_up_begun(rows, self._columns, sorted(absent), changed)
             if saved["max_epochs"] != self._max_epochs:
                 rows[:, self._columns.since] = 0  # a source that comes back does not catch up
         if not self._one_pass:
@@ -180,8 +184,14 @@ class StreamLoader:
 
     def _listings(self) -> dict[str, dict[str, Any]]:
         return {
-            name: {"digest": s.listing.digest, "files": len(s.listing.names), "bytes": s.listing.total_bytes}
-            for name, s in self._sources.items()
+            name: {
+                "digest": source.listing.digest,
+                "files": len(source.listing.names),
+                "bytes": source.listing.total_bytes,
+                "cut": dict(getattr(source, "cut", {})),
+                "text_key": getattr(source, "text_key", None),
+            }
+            for name, source in self._sources.items()
         }
 
     def _header(self) -> dict[str, Any]:
@@ -236,6 +246,10 @@ class StreamLoader:
     def sources(self) -> dict[str, Source]:
         """Where the documents of each source are, by name."""
         return self._sources
+
+    def measure(self, document: Document) -> int:
+        """Return the tokens that rows get of a document, special ones included; of an item 1, of an empty document 0."""
+        return self._recipe.prepare(document)[1]
 
     @property
     def listings(self) -> dict[str, Listing]:

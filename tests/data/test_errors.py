@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_fms.data import StreamLoader
 from lightning_fms.data.cursor import Columns
 from lightning_fms.data.packing import Concat
 from lightning_fms.data.sources import DocumentError, JsonLines, PythonSource, Source, Text, list_files, open_sources
@@ -245,3 +246,37 @@ def test_sources_that_are_no_mapping(sources: object) -> None:
 def test_weights_for_some_sources_only(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"sources \['b'\] have no weight while others have"):
         open_sources({"a": {"path": folder / "a.jsonl", "weight": 2}, "b": folder / "b.txt"})
+
+
+# -- a state of another run ---------------------------------------------------------------------------------------------
+
+
+def test_other_documents_in_the_same_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one line\nand another\n" * 400)
+    (tmp_path / "b.bin").write_bytes(bytes(range(200)) * 40)
+    for path, before, after, words in (
+        ("a.txt", {"split": "block"}, {"split": "line"}, "cut into documents by {'split': 'block'} when .* 'line'"),
+        ("b.bin", {"eos_id": 514}, {"eos_id": 771}, "'eos_id': 514.* set it back, or add the files as another source"),
+    ):
+        options = {"seq_len": 8, "global_batch_size": 2, "tokenizer": Wide()}
+        state = StreamLoader({"x": {"path": tmp_path / path, **before}}, **options).state_dict()
+        with pytest.raises(ValueError, match=words):
+            StreamLoader({"x": {"path": tmp_path / path, **after}}, **options, state=state)
+
+
+def test_another_text_key_gives_up_what_was_begun(tmp_path: Path) -> None:
+    record = {"text": "x" * 40, "title": "y" * 40}
+    (tmp_path / "a.jsonl").write_text((json.dumps(record) + "\n") * 20)
+    options = {"seq_len": 16, "global_batch_size": 2}
+    loader = StreamLoader({"x": tmp_path}, **options)
+    for _ in zip(range(4), loader, strict=False):
+        pass
+    again = StreamLoader({"x": {"path": tmp_path, "text_key": "title"}}, **options, state=loader.state_dict())
+    assert again.skipped_documents == 2
+    batch = next(iter(again))
+    assert set(batch["input_ids"].unique().tolist()) <= {ord("y"), 256}
+    assert StreamLoader({"x": tmp_path}, **options, state=loader.state_dict()).skipped_documents == 0
+
+
+class Wide(ByteTokenizer):
+    vocab_size = 1 << 16

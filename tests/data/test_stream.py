@@ -319,7 +319,7 @@ def test_another_tokenizer_skips_the_rest_of_documents_that_were_begun(tmp_path:
     rows_of(streams[1], 3)  # 51 tokens: the next document is in flight, and nothing of it has been an input
     rows = np.stack([stream.row for stream in streams])
     next_document = recipe.encoded[-1]
-    assert give_up_begun(rows, recipe.columns, everywhere=True) == 1
+    assert give_up_begun(rows, recipe.columns, changed=recipe.columns.sources) == 1
     recipe.encoded.clear()
     begun, untouched = (rows_of(Stream(index, recipe, rows[index]), 3, 3) for index in (0, 1))
     assert line_of(untouched)[:50] == list(next_document.encode())

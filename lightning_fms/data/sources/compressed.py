@@ -54,6 +54,7 @@ class CompressedLines(Decoded):
     def __init__(self, plain: Lines, cache: Cache, options: tuple, pickled: bool) -> None:
         super().__init__(plain.listing, cache, options, pickled)
         self._plain = plain
+        self.cut, self.text_key = getattr(plain, "cut", {}), getattr(plain, "text_key", None)
         self._codecs = [codec(name) for name in plain.listing.names]
 
     def window(self, file: int, start: int, stop: int) -> Window:

@@ -162,6 +162,7 @@ class Text(Lines):
             raise ValueError(f"split={split!r} must be 'block' or 'line'")
         super().__init__(paths)
         self.split = split
+        self.cut = {"split": split}
 
     def window(self, file: int, start: int, stop: int) -> Window:
         """Find the documents that start in bytes `[start, stop)`."""

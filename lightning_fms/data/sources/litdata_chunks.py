@@ -39,6 +39,7 @@ class LitdataChunks:
         listing = folder if isinstance(folder, Listing) else list_files(folder)
         index = _read_index(listing)
         self._leaf = choose_leaf(index["config"], index["chunks"], listing.root, text_key)
+        self.cut = {"text_key": text_key}
         self.holds_tokens = not index["config"].get("data_format", [""])[0].startswith("str")
         names = tuple(chunk["filename"] for chunk in index["chunks"])
         chunks = listing.existing(names)

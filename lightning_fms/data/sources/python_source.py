@@ -49,6 +49,7 @@ class PythonSource:
         if kind not in ("docstrings", "code"):
             raise ValueError(f"kind={kind!r} must be 'docstrings' or 'code'")
         self.kind = kind
+        self.cut = {"kind": kind}
         if root is not None and package is not None:
             raise ValueError(f"root={str(root)!r} and package={package!r} are two places; give one")
         folder = _package_folder(package) if package else Path(root or sysconfig.get_path("stdlib"))

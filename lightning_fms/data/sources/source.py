@@ -33,8 +33,11 @@ class Source(Protocol):
     """A format: where documents start, and what they say.
 
     A document belongs to the byte range that holds its address, so any cut of a file into ranges gives each document to
-    exactly one of them. Sources hold no position: the same call gives the same answer in every process. One whose documents
-    are all tokens may say so by `holds_tokens = True`: rows are then made in larger portions.
+    exactly one of them. Sources hold no position: the same call gives the same answer in every process.
+
+    Optional attributes: `holds_tokens = True` if all documents are tokens (rows are then made in larger portions); `cut`, a
+    dictionary of plain values that say by which options documents are found (a run does not go on with others); `text_key`,
+    which field of a record they are.
     """
 
     listing: Listing

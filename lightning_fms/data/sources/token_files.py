@@ -47,6 +47,7 @@ class TokenFiles:
         if eos_id is not None and bos_id is not None:
             raise ValueError(f"eos_id={eos_id} and bos_id={bos_id}: a document is cut at one of them; give one")
         self._dtype, self._eos_id, self._bos_id = dtype, eos_id, bos_id
+        self.cut = {"dtype": dtype, "eos_id": eos_id, "bos_id": bos_id}
         self.listing = paths if isinstance(paths, Listing) else list_files(paths)
         self._files = FileReader(self.listing)
         self._forms: dict[int, tuple[int, np.dtype]] = {}
