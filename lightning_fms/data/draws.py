@@ -165,17 +165,17 @@ class Draws:
         self._window, self._later = [w & _LOW for w in windows], [w >> _HALF for w in windows]
         self._tokens = row[columns.tokens].tolist()
         self._restored, cut = True, row[columns.cut]
+        begun = None  # the document that `offset` belongs to
         for source, used in columns.read_ahead(row):
-            if self._name(source) not in self.recipe.sources:
-                self._pending.append(Drawn(source, used))
-            elif (drawn := self._next(source, read=not used)) is not None:
-                self._pending.append(drawn)
+            if self._name(source) in self.recipe.sources:
+                drawn = self._again(source, read=not used)
+            else:
+                drawn = Drawn(source, used)
+            begun = begun or (drawn if self.offset and not used else None)
+            self._pending.append(drawn)
         row[columns.cut] = cut  # counted when they were drawn first
-        first = next((drawn for drawn in self._pending if not drawn.used), None)
-        if first is None or self.offset >= first.length:
-            if first is not None and self.offset:
-                first.used = True  # shorter than it was: `max_document_tokens` or `eos` changed
-            self.offset = 0
+        if begun is not None and (begun.used or self.offset >= begun.length):
+            begun.used, self.offset = True, 0  # unreadable now, or shorter: `max_document_tokens` or `eos` changed
 
     def _room(self) -> bool:
         if len(self._pending) >= LOOK_AHEAD:
@@ -192,7 +192,8 @@ class Draws:
             else:
                 waiting.add(drawn.source)
                 kept.append(drawn)
-        self._pending = kept
+        # Sources that are not there wait behind the others: the first unused document is the one that `offset` belongs to.
+        self._pending = sorted(kept, key=lambda drawn: drawn.position is None)
         for source in range(len(self._epoch)):
             if source not in waiting:
                 self._move_base(source, self._epoch[source], self._position[source])
@@ -238,7 +239,7 @@ class Draws:
     def _draw_from(self, source: int) -> int | None:
         """Draw until a document has tokens; return how many, 0 if there is no room for more, `None` at the last epoch's end."""
         while self._room():
-            drawn = self._next(source, read=True)
+            drawn = self._next(source)
             if drawn is None:
                 return None
             self._pending.append(drawn)
@@ -266,11 +267,19 @@ class Draws:
             "leave one source without a limit, or train for fewer steps"
         )
 
-    def _next(self, source: int, read: bool) -> Drawn | None:
+    def _next(self, source: int) -> Drawn | None:
         """Draw the next position of a source; `None` if its `max_epochs` end first."""
-        most = self.recipe.max_epochs.get(self._name(source))
-        drawn = Drawn(source, used=True)
-        while most is None or self._epoch[source] < most:
+        most = self.recipe.max_epochs.get(self._name(source), _NEVER)
+        while self._epoch[source] < most:
+            if most == _NEVER or not self._ended(source):
+                return self._again(source, read=True)
+            self._turn(source)
+        return None
+
+    def _again(self, source: int, read: bool) -> Drawn:
+        """Draw the next position of a source, whether or not its `max_epochs` would allow it now."""
+        drawn, found = Drawn(source, used=True), None
+        while found is None:
             position = self._position[source]
             try:
                 found = self._segment(source).find(position)
@@ -281,15 +290,12 @@ class Draws:
                 break
             if found is None:
                 self._turn(source)
-                continue
+        else:
             self._position[source] = found[0] + 1
             if read:
                 self._read(drawn, Place(source, self._epoch[source], *found[1:]))
-            break
-        else:
-            return None
         drawn.position = (self._epoch[source], self._position[source])
-        if most is not None and self._ended(source):
+        if self._name(source) in self.recipe.max_epochs and self._ended(source):
             self._turn(source)  # at once, so that nothing but positions says which sources have run out
         return drawn
 
