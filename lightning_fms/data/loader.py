@@ -152,6 +152,7 @@ class StreamLoader:
         self.slots = Slots(streams=streams, **self._rank)
         window, names = self._documents["shuffle_window"], list(self._sources)
         self.skipped_documents = 0
+        self._past_listings: dict[str, dict[str, Any]] = saved["listings"] if saved else {}
         if saved is None or state is None:
             self._first_row, history = 0, self._wanted
             self._columns = Columns(sorted(names))  # ties are decided by column: not by the order of the config
@@ -203,7 +204,7 @@ class StreamLoader:
             "accumulate": self.slots.accumulate,
             "seq_len": self.seq_len,
             "sources": list(self._columns.sources),
-            "listings": self._listings(),
+            "listings": {**self._past_listings, **self._listings()},  # a source that comes back must be the same
             "mixture": [[first, dict(weights)] for first, weights in self._recipe.history],
             "tokenizer": self.tokenizer.fingerprint,
             "packing": self.packing.name,
