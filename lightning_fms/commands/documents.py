@@ -25,6 +25,15 @@ class Span(NamedTuple):
     stop: int
 
 
+class Found(NamedTuple):
+    """A document and where it is: its first byte and its bytes, or its row (and 0) where its file is decoded."""
+
+    file: int
+    at: int
+    size: int
+    item: Item
+
+
 def is_decoded(source: Source, file: int) -> bool:
     """Whether a file cannot be read in place, so that its documents are known by their row and not by their first byte."""
     if isinstance(source, CompressedLines):
@@ -72,6 +81,11 @@ def documents(source: Source, parts: Sequence[Span]) -> Iterator[Item]:
 
     A file that breaks off (cut, damaged) yields what stands before the break, and then the error.
     """
+    return (found.item for found in located(source, parts))
+
+
+def located(source: Source, parts: Sequence[Span]) -> Iterator[Found]:
+    """Yield what `documents` does, with where each stands."""
     layout: tuple[int, Layout] | None = None
     for span in parts:
         path = source.listing.path(span.file)
@@ -84,10 +98,11 @@ def documents(source: Source, parts: Sequence[Span]) -> Iterator[Item]:
                 items = _decoded(source, span, layout[1])
             else:
                 items = _read(source, span)
-            for item in items:
-                yield _named(item, path) if isinstance(item, (DocumentError, Broken)) else item
+            for found in items:
+                wrong = isinstance(found.item, (DocumentError, Broken))
+                yield found._replace(item=_named(found.item, path)) if wrong else found  # type: ignore[arg-type]
         except DocumentError as error:
-            yield _named(error, path)
+            yield Found(span.file, span.start, 0, _named(error, path))
 
 
 def _named(error: DocumentError | Broken, path: object) -> DocumentError | Broken:
@@ -97,21 +112,25 @@ def _named(error: DocumentError | Broken, path: object) -> DocumentError | Broke
     return Broken(error.documents, what) if isinstance(error, Broken) else DocumentError(what)
 
 
-def _decoded(source: Decoded, span: Span, layout: Layout) -> Iterator[Item]:
+def _decoded(source: Decoded, span: Span, layout: Layout) -> Iterator[Found]:
     for unit, start in enumerate(layout.starts[:-1]):
-        if span.start <= start < span.stop:
-            yield from source.decode(span.file, layout, unit)
+        if not span.start <= start < span.stop:
+            continue
+        row = layout.rows[unit]
+        for item in source.decode(span.file, layout, unit):
+            yield Found(span.file, row, 0, item)
+            row += item.documents if isinstance(item, Broken) else 1
 
 
-def _read(source: Source, span: Span) -> Iterator[Item]:
+def _read(source: Source, span: Span) -> Iterator[Found]:
     for start in range(span.start, span.stop, WINDOW_BYTES):
         try:
             window = source.window(span.file, start, min(start + WINDOW_BYTES, span.stop))
         except DocumentError as error:
-            yield error
+            yield Found(span.file, start, 0, error)
             continue
         for first, ref in zip(window.starts.tolist(), window.refs.tolist(), strict=True):
             try:
-                yield source.read(span.file, start + first, ref)
+                yield Found(span.file, start + first, ref, source.read(span.file, start + first, ref))
             except DocumentError as error:
-                yield error
+                yield Found(span.file, start + first, ref, error)
