@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lightning_fms.commands import audit, inspect, prepare
+from lightning_fms.commands import audit, inspect, mix, prepare
 from lightning_fms.commands.processes import WorkerDied
 from lightning_fms.data.sources import DocumentError
 from lightning_fms.distributed.commit import CheckpointError
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"{PROGRAM} COMMAND --help says more of a command.",
     )
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
-    for command in (inspect, prepare, audit):
+    for command in (inspect, prepare, mix, audit):
         command.add_parser(commands)
     return top
 
