@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from lightning_fms.data.arguments import check_positive, check_supply, checked_caps, open_packing
 from lightning_fms.data.cursor import COUNTERS, VERSION, Columns, State, check_same_run, give_up_begun, make_state
 from lightning_fms.data.items import Items, Reader
 from lightning_fms.data.mixture import History, parse, resume
-from lightning_fms.data.packing import IGNORE, Batch, BestFit, Concat, Packing
+from lightning_fms.data.packing import IGNORE, Batch, TokenPacking
 from lightning_fms.data.slots import Slots
 from lightning_fms.data.sources import Document, Listing, Source, open_sources
 from lightning_fms.data.stream import Recipe, Stream
@@ -103,11 +106,11 @@ class StreamLoader:
         listings: str | Path | None = None,
         state: State | None = None,
     ) -> None:
-        _check_positive(seq_len=seq_len, shuffle_window=shuffle_window, max_document_tokens=max_document_tokens)
+        check_positive(seq_len=seq_len, shuffle_window=shuffle_window, max_document_tokens=max_document_tokens)
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={on_error!r} must be 'raise' or 'skip'")
         of_tokens = {"bos": bos, "mask_first": mask_first, "max_document_tokens": max_document_tokens}
-        self.packing = _open_packing(packing, seq_len, reader, of_tokens)
+        self.packing = open_packing(packing, seq_len, reader, of_tokens)
         if num_workers < 0:
             raise ValueError(f"num_workers={num_workers} must be at least 0")
         self.tokenizer = open_tokenizer(tokenizer)
@@ -123,7 +126,7 @@ class StreamLoader:
         sizes = {name: source.listing.total_bytes for name, source in self._sources.items()}
         self._wanted = parse(mixture if mixture is not None else (weights or None), sizes)
         caps = dict.fromkeys(self._sources, 1) if one_pass else dict(max_epochs or {})
-        self._max_epochs = _checked_caps(caps, list(self._sources))
+        self._max_epochs = checked_caps(caps, list(self._sources))
         self._asked_streams = num_streams
         self.seq_len, self.seed, self._on_error, self._one_pass = seq_len, seed, on_error, one_pass
         self._documents: dict[str, Any] = {
@@ -139,7 +142,7 @@ class StreamLoader:
             "rank": rank,
             "micro": micro_batch_size,
         }
-        self._running: Generator[MicroBatch, None, None] | None = None
+        self._running: Generator[Any, None, None] | None = None
         self._begin(state)
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -175,7 +178,7 @@ class StreamLoader:
             if saved["max_epochs"] != self._max_epochs:
                 rows[:, self._columns.since] = 0  # a source that comes back does not catch up
         if not self._one_pass:
-            _check_supply(history, self._max_epochs)
+            check_supply(history, self._max_epochs)
         self._recipe = Recipe(
             self._sources, self._columns, self.tokenizer, history, self.packing, self.seed, streams,
             max_epochs=self._max_epochs, on_error=self._on_error, one_pass=self._one_pass, **self._documents,
@@ -291,11 +294,25 @@ class StreamLoader:
                 self.apply(micro.step)
             yield micro.batch
 
+    def blocks(self) -> Iterator[Tensor]:
+        """Yield this rank's rows of each global batch as they were packed, int32 `[rows, T + 1]`: inputs and one label more.
+
+        For loops that derive the rest themselves. Rows are those of `__iter__`, without filler.
+
+        Raises:
+            ValueError: If rows hold items.
+        """
+        if not isinstance(self.packing, TokenPacking):
+            raise ValueError("blocks() gives rows of tokens, and packing='none' has items; iterate the loader")
+        self.close()
+        self._running = running = self._blocks()
+        return running
+
     def micro_batches(self) -> Generator[MicroBatch, None, None]:
         """Yield micro-batches with what belongs to them; the caller counts steps by `apply`."""
         self.close()
-        self._running = self._micro_batches()
-        return self._running
+        self._running = running = self._micro_batches()
+        return running
 
     def close(self) -> None:
         """End the iteration and its workers; what was not taken will be read again."""
@@ -303,8 +320,16 @@ class StreamLoader:
             self._running.close()
             self._running = None
 
+    def _steps(self) -> Iterator[Step]:
+        return steps(self._recipe, self.slots, self._first_row, self._rows.copy(), self._workers, self._context)
+
+    def _blocks(self) -> Generator[Tensor, None, None]:
+        for step in self._steps():
+            self.apply(step)
+            yield torch.from_numpy(step.rows.tokens)
+
     def _micro_batches(self) -> Generator[MicroBatch, None, None]:
-        arriving = steps(self._recipe, self.slots, self._first_row, self._rows.copy(), self._workers, self._context)
+        arriving = self._steps()
         ahead: deque[Step] = deque()
         size = self.slots.micro_rows
         while True:
@@ -348,25 +373,6 @@ def _show_a_target(batch: Batch) -> None:
         batch["labels"].view(-1)[0] = 0
 
 
-def _open_packing(packing: str, seq_len: int | None, reader: Reader | None, of_tokens: dict[str, Any]) -> Packing:
-    if (packing == "none") != (reader is not None):
-        raise ValueError(
-            f"packing={packing!r} with reader={reader!r}: a reader makes rows of items where packing is 'none', and only there"
-        )
-    if reader is not None:
-        for name, value in {"seq_len": seq_len, **of_tokens}.items():
-            if value:
-                raise ValueError(
-                    f"{name}={value!r} is for rows of tokens, and packing='none' has items; leave it out (null)"
-                )
-        return Items(reader)
-    if packing not in ("concat", "best_fit"):
-        raise ValueError(f"packing={packing!r} must be 'concat', 'best_fit' or 'none'")
-    if seq_len is None:
-        raise ValueError(f"seq_len=None with packing={packing!r}: give the number of tokens of a row")
-    return Concat(seq_len, of_tokens["mask_first"]) if packing == "concat" else BestFit(seq_len)
-
-
 def _complete_rows(state: State) -> np.ndarray:
     """Return the rows of all streams, in order (int64 `[S, K]`)."""
     streams, expected = state["streams"].numpy(), state["header"]["num_streams"]
@@ -375,28 +381,3 @@ def _complete_rows(state: State) -> np.ndarray:
             f"the data state holds {len(streams)} of {expected} streams: it is one rank's part; merge all ranks' with merge_states"
         )
     return state["rows"].numpy()[np.argsort(streams)]
-
-
-def _check_positive(**values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-
-
-def _checked_caps(caps: dict[str, int], sources: list[str]) -> dict[str, int]:
-    for name, epochs in caps.items():
-        if name not in sources:
-            raise ValueError(f"max_epochs names unknown source {name!r}; the sources are {sorted(sources)}")
-        _check_positive(**{f"max_epochs[{name!r}]": epochs})
-    return caps
-
-
-def _check_supply(history: History, caps: dict[str, int]) -> None:
-    """Refuse weights under which the data could end."""
-    for row, weights in history:
-        drawn = {name for name, weight in weights.items() if weight > 0}
-        if drawn <= set(caps):
-            raise ValueError(
-                f"max_epochs={caps} limits every source with a weight from row {row} on, so the data would end; leave one "
-                "source without a limit"
-            )

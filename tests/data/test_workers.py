@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_fms.data import StreamLoader, workers
 from lightning_fms.data.workers import steps
@@ -15,7 +16,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.fixture(scope="module")
 def loader(tmp_path_factory):
     root = tmp_path_factory.mktemp("workers")
-    return StreamLoader({"p": write_jsonl(root / "p", "p", 60)}, SEQ_LEN, 7, num_streams=10, rank=1, world_size=2)
+    write_jsonl(root / "p", "p", 60)
+    return StreamLoader(**loader_options(root / "p"))
+
+
+def loader_options(folder):
+    return {
+        "sources": {"p": folder}, "seq_len": SEQ_LEN, "global_batch_size": 7, "num_streams": 10, "rank": 1, "world_size": 2
+    }  # fmt: skip
 
 
 def rows_of(loader, count, number_of_workers):
@@ -49,3 +57,16 @@ def test_portions_that_do_not_fit_go_with_the_message(loader, monkeypatch):
 
 def test_more_workers_than_streams_are_not_started(loader):
     assert same(rows_of(loader, 5, 50), rows_of(loader, 5, 0))
+
+
+def test_blocks_are_the_rows_of_the_batches(loader):
+    batches = [
+        batch for _, batch in zip(range(6), StreamLoader(**loader_options(loader.listings["p"].root)), strict=False)
+    ]
+    other = StreamLoader(**loader_options(loader.listings["p"].root), num_workers=1)
+    for batch, block in zip(batches, other.blocks(), strict=False):
+        valid = batch["row_valid"]
+        assert torch.equal(batch["input_ids"][valid], block[:, :-1].long())
+        assert torch.equal(batch["labels"][valid], block[:, 1:].long())
+    assert other.state_dict()["header"]["row"] >= 6 * 7
+    other.close()

@@ -1,0 +1,54 @@
+"""What the arguments of a loader may be: one message with the value and the way out for everything that makes no sense."""
+
+from typing import Any
+
+from lightning_fms.data.items import Items, Reader
+from lightning_fms.data.mixture import History
+from lightning_fms.data.packing import BestFit, Concat, Packing
+
+
+def check_positive(**values: int | None) -> None:
+    """Refuse what is no whole number of at least 1; `None` passes."""
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def checked_caps(caps: dict[str, int], sources: list[str]) -> dict[str, int]:
+    """Return `max_epochs`, if it names sources and whole numbers."""
+    for name, epochs in caps.items():
+        if name not in sources:
+            raise ValueError(f"max_epochs names unknown source {name!r}; the sources are {sorted(sources)}")
+        check_positive(**{f"max_epochs[{name!r}]": epochs})
+    return caps
+
+
+def check_supply(history: History, caps: dict[str, int]) -> None:
+    """Refuse weights under which the data could end."""
+    for row, weights in history:
+        drawn = {name for name, weight in weights.items() if weight > 0}
+        if drawn <= set(caps):
+            raise ValueError(
+                f"max_epochs={caps} limits every source with a weight from row {row} on, so the data would end; leave one "
+                "source without a limit"
+            )
+
+
+def open_packing(packing: str, seq_len: int | None, reader: Reader | None, of_tokens: dict[str, Any]) -> Packing:
+    """Return the packing of a name; `of_tokens` are options that only packings of tokens have."""
+    if (packing == "none") != (reader is not None):
+        raise ValueError(
+            f"packing={packing!r} with reader={reader!r}: a reader makes rows of items where packing is 'none', and only there"
+        )
+    if reader is not None:
+        for name, value in {"seq_len": seq_len, **of_tokens}.items():
+            if value:
+                raise ValueError(
+                    f"{name}={value!r} is for rows of tokens, and packing='none' has items; leave it out (null)"
+                )
+        return Items(reader)
+    if packing not in ("concat", "best_fit"):
+        raise ValueError(f"packing={packing!r} must be 'concat', 'best_fit' or 'none'")
+    if seq_len is None:
+        raise ValueError(f"seq_len=None with packing={packing!r}: give the number of tokens of a row")
+    return Concat(seq_len, of_tokens["mask_first"]) if packing == "concat" else BestFit(seq_len)
