@@ -13,6 +13,7 @@ Weights are a history of `(first row, weights)` kept in the state: a schedule is
 resume appends to it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -20,9 +21,11 @@ import numpy as np
 Weights = dict[str, float]
 History = list[tuple[int, Weights]]
 
+_SAME = 1e-12  # weights that differ by less are rounded differently: 0.1, 0.2, 0.3 are 1, 2, 3
+
 
 def normalise(weights: Mapping[str, float], sources: Sequence[str]) -> Weights:
-    """Return weights that sum to 1, with an entry for every source.
+    """Return weights that sum to 1, with an entry for every source; the same ones in any order, and if done again.
 
     Raises:
         ValueError: For an unknown source, a negative weight, or no positive weight at all.
@@ -32,9 +35,11 @@ def normalise(weights: Mapping[str, float], sources: Sequence[str]) -> Weights:
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
             raise ValueError(f"mixture weight of {name!r} is {weight!r}; a weight is a number >= 0")
-    total = sum(weights.values())
+    total = math.fsum(weights.values())  # exact, so that the order of the config does not show in the last bit
     if total <= 0:
         raise ValueError(f"mixture={dict(weights)} has no positive weight: give at least one source a weight > 0")
+    if math.isclose(total, 1, rel_tol=_SAME):
+        total = 1.0
     return {name: weights.get(name, 0.0) / total for name in sources}
 
 
@@ -79,13 +84,13 @@ def resume(past: History, wanted: History, row: int) -> History:
         return wanted
     history = [entry for entry in past if entry[0] < row]
     current = wanted[segment(wanted, row)][1]
-    if _positive(current) != _positive(history[-1][1]):
+    if not _equal(current, history[-1][1]):
         history.append((row, current))
     return history + [entry for entry in wanted if entry[0] > row]
 
 
-def _positive(weights: Weights) -> Weights:
-    return {name: weight for name, weight in weights.items() if weight > 0}
+def _equal(one: Weights, other: Weights) -> bool:
+    return all(math.isclose(one.get(name, 0.0), other.get(name, 0.0), rel_tol=_SAME) for name in {*one, *other})
 
 
 def phases(weights: np.ndarray, streams: int) -> np.ndarray:

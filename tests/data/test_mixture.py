@@ -1,5 +1,7 @@
 """Sources are mixed by tokens: shares hold from each change on, in every stream, and the first batch is mixed."""
 
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -142,3 +144,21 @@ def test_a_chain_of_resumes_keeps_what_was_in_force_and_obeys_from_then_on(chang
         assert history[segment(history, row)][1] == weights
         firsts = [first for first, _ in history]
         assert firsts == sorted(set(firsts))
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(
+    st.lists(st.integers(1, 1000), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+    st.sampled_from([1, 0.1, 1 / 3]),
+)
+def test_weights_are_the_same_in_any_order_and_unit_and_if_done_again(
+    counts: list[int], random: Random, unit: float
+) -> None:
+    names = [f"s{i}" for i in range(len(counts))]
+    mixture = dict(zip(names, counts, strict=True))
+    shuffled = {name: mixture[name] for name in random.sample(names, len(names))}
+    weights = normalise(mixture, names)
+    assert normalise(shuffled, names) == weights == normalise(weights, names)
+    again = normalise({name: weight * unit for name, weight in mixture.items()}, names)
+    assert resume([(0, weights)], [(0, again)], 5) == [(0, weights)]  # no change, whatever the last bit
