@@ -41,15 +41,18 @@ class Place(NamedTuple):
 
 
 class Drawn:
-    """A document that was drawn: its content until it is used up, its length, and the position behind it."""
+    """A document that was drawn: its content until it is used up, its length, and the position behind it.
 
-    __slots__ = ("content", "length", "place", "position", "source", "used")
+    A `hole` is a range of a file that cannot be read, and a single draw however many documents were in it.
+    """
+
+    __slots__ = ("content", "hole", "length", "place", "position", "source", "used")
 
     def __init__(self, source: int, used: bool = False) -> None:
         self.source, self.used = source, used
         self.position: tuple[int, int] | None = None  # (epoch, position); None: its source is not part of the run now
         self.content: Any = None
-        self.length = 0
+        self.length, self.hole = 0, False
         self.place: Place | None = None
 
 
@@ -166,9 +169,17 @@ class Draws:
         self._tokens = row[columns.tokens].tolist()
         self._restored, cut = True, row[columns.cut]
         begun = None  # the document that `offset` belongs to
+        torn: set[int] = (
+            set()
+        )  # sources with a hole where there was none: what was drawn behind it is taken to be in it
         for source, used in columns.read_ahead(row):
-            if self._name(source) in self.recipe.sources:
+            if source in torn:
+                drawn = Drawn(source, used=True)
+                drawn.position = (self._epoch[source], self._position[source])
+            elif self._name(source) in self.recipe.sources:
                 drawn = self._again(source, read=not used)
+                if drawn.hole and not used:  # one that was there already is a used draw
+                    torn.add(source)
             else:
                 drawn = Drawn(source, used)
             begun = begun or (drawn if self.offset and not used else None)
@@ -294,6 +305,7 @@ class Draws:
             self._position[source] = found[0] + 1
             if read:
                 self._read(drawn, Place(source, self._epoch[source], *found[1:]))
+        drawn.hole = found is None
         drawn.position = (self._epoch[source], self._position[source])
         if self._name(source) in self.recipe.max_epochs and self._ended(source):
             self._turn(source)  # at once, so that nothing but positions says which sources have run out
