@@ -2,13 +2,15 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import fsspec
 import pytest
 
 from lightning_fms.data import StreamLoader
-from lightning_fms.data.sources import list_files
+from lightning_fms.data.audit import readings
+from lightning_fms.data.sources import JsonLines, list_files
 from lightning_fms.data.sources.kept_listing import kept_file, list_or_recall
 from tests.data.chains import Phase, run_phase, write_jsonl, write_litdata
 
@@ -50,6 +52,43 @@ def test_a_vanished_file_is_a_hole_and_moves_nothing_else(options: dict) -> None
     assert lost
     with pytest.raises(ValueError, match=r"p-2\.jsonl: cannot be read"):
         run_phase(options, Phase(1, 4, None, 12), state, 20)
+
+
+@pytest.mark.parametrize("gone", range(4))
+def test_a_vanished_file_takes_nothing_that_waits_behind_it_along(options: dict, gone: int) -> None:
+    options |= {"num_streams": 1, "packing": "best_fit", "seq_len": 256, "global_batch_size": 1}
+    write_jsonl(options["sources"]["p"], "p", 400, files=4)  # so that all that wait are of one file
+    fresh = StreamLoader(**options)
+    state = next(loader.state_dict() for loader, _ in zip([fresh] * 5, fresh, strict=False))
+    begin = state["header"]["row"]
+    read = list(readings(StreamLoader(**options), 0, begin))
+    (options["sources"]["p"] / f"p-{gone}.jsonl").unlink()
+    read += readings(StreamLoader(**options, on_error="skip", state=state), begin, begin + 120)
+    names = [f"p-{i}.jsonl" for i in range(4) if i != gone]
+    begun = Counter((part.file, part.start) for part in read if part.epoch == 0 and part.first_token == 0)
+    files = list_files(options["sources"]["p"])
+    starts = {
+        (name, int(at))
+        for i, name in enumerate(files.names)
+        for at in JsonLines(files).window(i, 0, int(files.sizes[i])).starts
+    }
+    assert {document: count for document, count in begun.items() if document[0] in names} == dict.fromkeys(starts, 1)
+
+
+def test_processes_of_one_id_on_two_nodes_may_keep_a_listing_at_once(
+    options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, paths = tmp_path / "shared" / "p.json", options["sources"]["p"]
+    first = []
+
+    def other_node(_: int) -> None:  # comes between writing aside and renaming
+        if not first:
+            first.append(True)
+            assert list_or_recall(file, paths).names
+
+    monkeypatch.setattr("os.fsync", other_node)
+    assert list_or_recall(file, paths).digest == list_or_recall(file, paths).digest
+    assert [found.name for found in file.parent.iterdir()] == ["p.json"]
 
 
 def test_without_the_listing_a_changed_source_is_refused(options: dict) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+from uuid import uuid4
 
 import numpy as np
 
@@ -94,7 +95,7 @@ def _keep(file: Path, listing: Listing) -> None:
         "sizes": listing.sizes.tolist(),
     }  # fmt: skip
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    aside = file.with_name(f".{file.name}.{uuid4().hex}")  # processes of two nodes may have one id
     with aside.open("w") as out:
         json.dump(content, out)
         out.flush()
