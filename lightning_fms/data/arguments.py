@@ -6,6 +6,19 @@ from lightning_fms.data.items import Items, Reader
 from lightning_fms.data.mixture import History
 from lightning_fms.data.packing import BestFit, Concat, Packing
 
+MAX_SHUFFLE_WINDOW = (1 << 31) - 1
+"""Two of them share a number of the state; a window of 4 MiB holds at most 4,194,304 documents."""
+
+
+def check_shuffle_window(documents: int) -> None:
+    """Refuse what is no number of documents, or too large for the state."""
+    check_positive(shuffle_window=documents)
+    if documents > MAX_SHUFFLE_WINDOW:
+        raise ValueError(
+            f"shuffle_window={documents} is more than {MAX_SHUFFLE_WINDOW}; documents are permuted within 4 MiB, so 4194304 is "
+            "as good as any larger number"
+        )
+
 
 def check_positive(**values: int | None) -> None:
     """Refuse what is no whole number of at least 1; `None` passes."""

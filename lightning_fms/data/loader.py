@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fms.data.arguments import check_positive, check_supply, checked_caps, open_packing
+from lightning_fms.data.arguments import check_positive, check_shuffle_window, check_supply, checked_caps, open_packing
 from lightning_fms.data.cursor import COUNTERS, VERSION, Columns, State, check_same_run, give_up_begun, make_state
 from lightning_fms.data.items import Items, Reader
-from lightning_fms.data.mixture import History, parse, resume
+from lightning_fms.data.mixture import History, parse, resume, segment
 from lightning_fms.data.packing import IGNORE, Batch, TokenPacking
 from lightning_fms.data.slots import Slots
 from lightning_fms.data.sources import Document, Listing, Source, open_sources
@@ -106,7 +106,8 @@ class StreamLoader:
         listings: str | Path | None = None,
         state: State | None = None,
     ) -> None:
-        check_positive(seq_len=seq_len, shuffle_window=shuffle_window, max_document_tokens=max_document_tokens)
+        check_positive(seq_len=seq_len, max_document_tokens=max_document_tokens)
+        check_shuffle_window(shuffle_window)
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={on_error!r} must be 'raise' or 'skip'")
         of_tokens = {"bos": bos, "mask_first": mask_first, "max_document_tokens": max_document_tokens}
@@ -178,7 +179,7 @@ class StreamLoader:
             if saved["max_epochs"] != self._max_epochs:
                 rows[:, self._columns.since] = 0  # a source that comes back does not catch up
         if not self._one_pass:
-            check_supply(history, self._max_epochs)
+            check_supply(history[segment(history, self._first_row) :], self._max_epochs)
         self._recipe = Recipe(
             self._sources, self._columns, self.tokenizer, history, self.packing, self.seed, streams,
             max_epochs=self._max_epochs, on_error=self._on_error, one_pass=self._one_pass, **self._documents,

@@ -303,3 +303,30 @@ def test_a_tokenizer_without_eos_is_refused_where_documents_should_end_with_it(c
 def test_caps_that_would_end_the_data_are_refused_at_the_start(corpora):
     with pytest.raises(ValueError, match="limits every source with a weight from row 0 on"):
         StreamLoader(**{**corpora["mixed"], "mixture": {"p": 1}}, max_epochs={"p": 1}, global_batch_size=4)
+
+
+def test_caps_are_of_what_comes_and_not_of_what_was(corpora):
+    options = corpora["mixed"]
+    alone = {**options, "sources": {"p": options["sources"]["p"]}, "mixture": {"p": 1}}
+    _, state = _rows(alone, 5)
+    both = {**options, "sources": {name: options["sources"][name] for name in "pc"}, "mixture": {"p": 1, "c": 1}}
+    loader = StreamLoader(**both, max_epochs={"p": 2}, global_batch_size=STREAMS, state=state)
+    assert loader.mix_report()["c"]["target"] == 0.5
+
+
+def test_the_order_of_weights_does_not_matter_at_resume_either(corpora):
+    options = {
+        **corpora["mixed"],
+        "mixture": {"p": 0.1, "c": 0.2, "l": 0.3},
+    }  # their sum depends on the order, in its last bit
+    options["sources"] = {name: options["sources"][name] for name in options["mixture"]}
+    whole, _ = _rows(options, 12)
+    begin, state = _rows(options, 5)
+    rest, _ = _rows({**options, "mixture": dict(reversed(options["mixture"].items()))}, 7, state)
+    assert {**begin, **rest} == whole
+
+
+@pytest.mark.parametrize("documents", [0, 1 << 31, 10**10])
+def test_a_shuffle_window_that_the_state_cannot_hold_is_refused(corpora, documents):
+    with pytest.raises(ValueError, match=f"shuffle_window={documents} (is more|must be)"):
+        StreamLoader(**{**corpora["jsonl"], "shuffle_window": documents}, global_batch_size=4)
