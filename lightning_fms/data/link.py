@@ -107,8 +107,9 @@ class LoaderLink(Callback):
             self._counts = None
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """From here on ranks may be at different steps, so the state can no longer be gathered."""
+        """From here on ranks may be at different steps, so the state can no longer be gathered; workers end."""
         self.broken = True
+        self.feed.close()  # Lightning calls no `teardown` now
 
     # -- validation ----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ Legend: W data ranks, A micro-batches a step.
 """
 
 import inspect
+import multiprocessing
 import os
 import signal
 from functools import partial
@@ -157,6 +158,23 @@ def test_d4_resume_after_an_exception_repeats_only_what_was_not_trained(data, re
         )
     ledger = fit({**data, "micro_batch_size": 2}, "one device", STEPS, tmp_path / "broken.ckpt")
     check_without_validation([ledger], reference, 4)  # 13 micro-batches are 4 steps of 3 and one begun
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_after_an_exception_no_worker_is_left_and_the_same_trainer_can_resume(data, tmp_path):
+    before = set(multiprocessing.active_children())
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = pl.Trainer(
+        max_steps=6, accelerator="cpu", devices=1, logger=False, callbacks=[saver, Ledger(fail_at=5)],
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module, streamed = Bigram(), RescalableDataModule(**{**data, "num_workers": 1})
+    with pytest.raises(RuntimeError, match="told to fail"):
+        trainer.fit(module, streamed)
+    assert set(multiprocessing.active_children()) == before
+    trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, Ledger)]
+    trainer.fit(module, streamed, ckpt_path=tmp_path / "step=4.ckpt")
+    assert streamed.state_dict()["header"]["row"] == 6 * BATCH
 
 
 def test_d4_sigterm_stops_and_resumes_exactly(data, reference, tmp_path):
