@@ -40,7 +40,7 @@ class LitdataChunks:
         index = _read_index(listing)
         self._leaf = choose_leaf(index["config"], index["chunks"], listing.root, text_key)
         self.cut = {"text_key": text_key}
-        self.holds_tokens = not index["config"].get("data_format", [""])[0].startswith("str")
+        self.holds_tokens = self._leaf.dtype is not None
         names = tuple(chunk["filename"] for chunk in index["chunks"])
         chunks = listing.existing(names)
         if missing := sorted(set(names) - set(chunks.names)):
