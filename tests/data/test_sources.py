@@ -269,6 +269,18 @@ def test_what_a_path_stands_for(tree: Path, paths: Callable[[Path], str], names:
     assert [listing.path(i).stat().st_size for i in range(len(names))] == listing.sizes.tolist()
 
 
+def test_linked_folders_are_read_and_a_folder_reached_twice_counts_once(
+    tree: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "z.jsonl").write_text('{"text": "z"}\n')
+    before = list_files(tree).names
+    (tree / "linked").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(tree)
+    (tree / "zz_again").symlink_to(elsewhere)
+    assert sorted(list_files(tree).names) == sorted([*before, "linked/z.jsonl"])
+
+
 def test_a_home_folder_and_a_relative_path(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tree))
     monkeypatch.chdir(tree / "sub")

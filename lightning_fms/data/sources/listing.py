@@ -191,9 +191,15 @@ def _expand(path: Path) -> list[Path]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    files = []
-    for parent, folders, names in os.walk(folder.absolute(), onerror=_raise):
-        folders[:] = filter(_visible, folders)
+    """Return the files below a folder, those in linked folders too; a folder that is reached twice counts once."""
+    files, reached = [], set()
+    for parent, folders, names in os.walk(folder.absolute(), onerror=_raise, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in reached:
+            folders.clear()
+            continue
+        reached.add(real)
+        folders[:] = sorted(filter(_visible, folders))
         files += [path for name in names if _visible(name) and (path := Path(parent, name)).is_file()]
     return files
 
