@@ -28,12 +28,15 @@ TOKENS = ("litdata", "megatron", "bin")
 """Formats whose documents are token ids: bytes, and 256 at the end of each."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Corpus:
     """What `sources` takes, and every document: a text, or a list of token ids."""
 
     spec: Any
     documents: list
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(f"<{len(self.documents)} documents>")  # reports of failures would list them all
 
 
 def text_of(source: str, number: int) -> str:

@@ -46,14 +46,17 @@ class Ledger:
     """Follows a chain of runs.
 
     used: tokens used of each document so far. length: its tokens under the settings of the last run that read it.
-    ended: documents of which the rest is not read, since a resume. lost: how many of those are reported as given up.
+    lost: documents whose rest is given up, since a resume. short: those that became shorter than what was used of them, at
+    a resume; when their stream makes its next row they are over, unless settings have changed again.
     """
 
     corpora: Mapping[str, Corpus]
     used: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
     length: dict[Key, int] = field(default_factory=dict)
-    ended: set[Key] = field(default_factory=set)
-    lost: int = 0
+    lost: set[Key] = field(default_factory=set)
+    short: set[Key] = field(default_factory=set)
+    over: set[Key] = field(default_factory=set)
+    stream: dict[Key, int] = field(default_factory=dict)
     state: State | None = None
     options: dict = field(default_factory=dict)
 
@@ -84,14 +87,18 @@ class Ledger:
             document = plain(source.read(source.listing.names.index(reading.file), reading.start, reading.ref))
             key = reading.source, reading.epoch, self._number[reading.source][str(document)]
             made[reading.row] += self._enter(key, options, reading.first_token, reading.tokens)
+            self.stream[key] = reading.row % options["num_streams"]
         for row, tokens in made.items():
             dtype = np.int64
             assert np.trim_zeros(np.frombuffer(rows[row][0], dtype), "b").tolist() == np.trim_zeros(tokens, "b")
+        moved = {row % options["num_streams"] for row in made}
+        self.over |= {key for key in self.short if self.stream[key] in moved}
+        self.short -= self.over
         self.state, self.options = through_disk(state), options
 
     def _enter(self, key: Key, options: dict, first: int, count: int) -> list[int]:
         tokens = self.tokens(key, options)
-        assert key not in self.ended, f"{key} goes on although its rest was given up"
+        assert key not in self.lost | self.over, f"{key} goes on although its rest was given up"
         assert first == self.used[key], f"{key} goes on at token {first}, and {self.used[key]} were used"
         self.used[key] += count
         self.length[key] = len(tokens)
@@ -104,15 +111,15 @@ class Ledger:
         others = any(options.get(name) != before.get(name) for name in ("tokenizer", "bos"))
         others |= (options.get("packing") == "none") != (before.get("packing") == "none")
         for key, used in self.used.items():
-            if key in self.ended or used == self.length[key]:
+            if key in self.lost or key in self.over or used == self.length[key]:
                 continue
+            self.short.discard(key)
             if others or key[0] not in options["sources"]:
                 lost.add(key)
             elif used >= len(self.tokens(key, options)):
-                self.ended.add(key)  # it became shorter than what was used of it
+                self.short.add(key)
         assert loader.skipped_documents == len(lost)
-        self.ended |= lost
-        self.lost += len(lost)
+        self.lost |= lost
 
     def tokens(self, key: Key, options: dict) -> list[int]:
         """Tokenize a document as the settings say, without the loader."""
@@ -144,11 +151,10 @@ class Ledger:
                 for number, document in enumerate(self.corpora[name].documents):
                     key = name, epoch, number
                     whole = key in self.length and self.used[key] == self.length[key]
-                    assert whole or key in self.ended or not document, (
-                        f"{key}: {self.used[key]} of {self.length.get(key)}"
-                    )
+                    over = whole or key in self.lost or key in self.over or not document
+                    assert over, f"{key}: {self.used[key]} of {self.length.get(key)}"
         skipped = self.state["rows"].numpy()[:, Columns(self.state["header"]["sources"]).skipped]
-        assert skipped.sum() == self.lost
+        assert skipped.sum() == len(self.lost)
 
 
 def _ids(document: Any, tokenizer: Any) -> list[int]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import Phase as Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,8 @@ from tests.data.chains import Phase
 from tests.data.corpora import FORMATS, Corpus
 from tests.data.ledger import Ledger
 from tests.data.test_tokenizer import train
+
+# Failing chains are reported as they are: making them smaller takes minutes.
 
 STREAMS = 8
 COMMON = {"num_streams": STREAMS, "shuffle_window": 5, "seed": 3}
@@ -56,11 +59,11 @@ def run(corpus: dict[str, Corpus], options: dict, chain: list[Phase], epochs: in
         ledger.run(options, Phase(1, 24, None, 7))
     ledger.close()
     assert not ledger.lost
-    assert not ledger.ended
+    assert not ledger.over
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True, phases=[Stage.generate])
 @given(data=st.data())
 def test_d1_each_token_once_an_epoch_in_every_format(
     every_format: dict[str, Corpus], bpe: str, kind: str, data: st.DataObject
@@ -76,7 +79,7 @@ def test_d1_each_token_once_an_epoch_in_every_format(
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("mixture", [None, "constant", "scheduled"])
-@settings(max_examples=2, deadline=None, derandomize=True)
+@settings(max_examples=2, deadline=None, derandomize=True, phases=[Stage.generate])
 @given(data=st.data())
 def test_d1_each_token_once_an_epoch_of_every_source_of_a_mixture(
     every_format: dict[str, Corpus], bpe: str, packing: str, mixture: str | None, data: st.DataObject
