@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fms.data.arguments import check_positive, check_shuffle_window, check_supply, checked_caps, open_packing
+from lightning_fms.data.arguments import (
+    check_positive,
+    check_shuffle_window,
+    check_supply,
+    check_whole,
+    checked_caps,
+    open_packing,
+)
 from lightning_fms.data.cursor import COUNTERS, VERSION, Columns, State, check_same_run, give_up_begun, make_state
 from lightning_fms.data.items import Items, Reader
 from lightning_fms.data.mixture import History, parse, resume, segment
@@ -112,8 +119,8 @@ class StreamLoader:
             raise ValueError(f"on_error={on_error!r} must be 'raise' or 'skip'")
         of_tokens = {"bos": bos, "mask_first": mask_first, "max_document_tokens": max_document_tokens}
         self.packing = open_packing(packing, seq_len, reader, of_tokens)
-        if num_workers < 0:
-            raise ValueError(f"num_workers={num_workers} must be at least 0")
+        check_whole(0, num_workers=num_workers)
+        check_whole(seed=seed)
         self.tokenizer = open_tokenizer(tokenizer)
         if bos and self.tokenizer.bos_id is None:
             raise ValueError("bos=true needs a tokenizer with a BOS token, and this one has none; set bos=false")

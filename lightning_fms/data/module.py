@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_fms.data.arguments import check_positive
 from lightning_fms.data.audit import loader_at
 from lightning_fms.data.cursor import State, merge_states
 from lightning_fms.data.feed import Feed, steps_of_one_pass
@@ -88,10 +89,7 @@ class RescalableDataModule(pl.LightningDataModule):
         world_size: int = 1,
     ) -> None:
         super().__init__()
-        counts = {"val_steps": val_steps, "val_every_n_steps": val_every_n_steps, "steps_per_epoch": steps_per_epoch}
-        for name, value in counts.items():
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        check_positive(val_steps=val_steps, val_every_n_steps=val_every_n_steps, steps_per_epoch=steps_per_epoch)
         if val_sources is None and (val_one_pass or val_num_streams is not None):
             raise ValueError(f"{val_one_pass=} and {val_num_streams=} do nothing without val_sources; give them too")
         if loss_weight not in ("tokens", "rows", "none"):

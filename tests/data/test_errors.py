@@ -224,7 +224,7 @@ def folder(tmp_path: Path) -> Path:
         ({"path": "b.txt", "text_key": "x"}, "text_key='x' does not apply to plain text; remove it"),
         ({"path": "b.txt", "split": "word"}, "split='word' must be 'block' or 'line'"),
         ({"text_key": "x"}, "has no path; it has .'text_key'."),
-        ({"path": "a.jsonl", "textkey": "x"}, "unexpected keyword argument 'textkey'"),
+        ({"path": "a.jsonl", "textkey": "x"}, "'textkey' is no option of a source; they are weight, .*text_key"),
         ("nowhere", "no such file or folder"),
     ],
 )

@@ -330,3 +330,10 @@ def test_the_order_of_weights_does_not_matter_at_resume_either(corpora):
 def test_a_shuffle_window_that_the_state_cannot_hold_is_refused(corpora, documents):
     with pytest.raises(ValueError, match=f"shuffle_window={documents} (is more|must be)"):
         StreamLoader(**{**corpora["jsonl"], "shuffle_window": documents}, global_batch_size=4)
+
+
+@pytest.mark.parametrize("option", [{"seed": None}, {"seed": 1.0}, {"num_workers": 1.5}, {"num_workers": -1}])
+def test_what_must_be_a_whole_number(corpora, option):
+    ((name, value),) = option.items()
+    with pytest.raises(ValueError, match=f"{name}={value} must be a whole number"):
+        StreamLoader(**{**corpora["jsonl"], **option}, global_batch_size=4)

@@ -1,6 +1,7 @@
 """Where documents come from: one module a format, all behind the `Source` protocol."""
 
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,10 @@ def open_sources(
             weights[name] = options.pop("weight")
         if "path" not in options:
             raise ValueError(f"source {name!r} has no path; it has {sorted(options)}")
+        if unknown := sorted(set(options) - _OPTIONS):
+            raise ValueError(
+                f"source {name!r}: {unknown[0]!r} is no option of a source; they are weight, {', '.join(sorted(_OPTIONS))}"
+            )
         try:
             kept = listings and kept_file(listings, name)
             opened[name] = open_source(**{"records": records, **options}, kept_listing=kept)
@@ -126,6 +131,9 @@ def open_source(
     if "index.json" in listing.names:
         return LitdataChunks(listing, **_only(given, "a litdata folder", "text_key"))
     return _open_listing(listing, given, records, cache)
+
+
+_OPTIONS = set(signature(open_source).parameters) - {"kept_listing"}
 
 
 def _open_listing(listing: Listing, given: dict[str, Any], records: bool, cache: Cache) -> Source:
