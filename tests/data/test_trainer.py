@@ -160,6 +160,7 @@ def test_d4_resume_after_an_exception_repeats_only_what_was_not_trained(data, re
     check_without_validation([ledger], reference, 4)  # 13 micro-batches are 4 steps of 3 and one begun
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_after_an_exception_no_worker_is_left_and_the_same_trainer_can_resume(data, tmp_path):
     before = set(multiprocessing.active_children())
