@@ -26,7 +26,7 @@ from lightning_fms.data.arguments import (
 from lightning_fms.data.cursor import COUNTERS, VERSION, Columns, State, check_same_run, give_up_begun, make_state
 from lightning_fms.data.items import Items, Reader
 from lightning_fms.data.mixture import History, parse, resume, segment
-from lightning_fms.data.packing import IGNORE, Batch, TokenPacking
+from lightning_fms.data.packing import IGNORE, Batch, Concat
 from lightning_fms.data.slots import Slots
 from lightning_fms.data.sources import Document, Listing, Source, open_sources
 from lightning_fms.data.stream import Recipe, Stream
@@ -308,10 +308,13 @@ class StreamLoader:
         For loops that derive the rest themselves. Rows are those of `__iter__`, without filler.
 
         Raises:
-            ValueError: If rows hold items.
+            ValueError: If rows are not full of tokens, so that more than these would be needed.
         """
-        if not isinstance(self.packing, TokenPacking):
-            raise ValueError("blocks() gives rows of tokens, and packing='none' has items; iterate the loader")
+        if not isinstance(self.packing, Concat) or self._one_pass:
+            raise ValueError(
+                f"blocks() gives rows full of tokens, and packing={self.packing.name!r}, one_pass={self._one_pass} has others; "
+                "iterate the loader"
+            )
         self.close()
         self._running = running = self._blocks()
         return running

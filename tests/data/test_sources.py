@@ -336,3 +336,10 @@ def test_python_source_of_an_installed_package():
         PythonSource("code", package="no_such_package")
     with pytest.raises(ValueError, match="two places"):
         PythonSource("code", root=".", package="lightning_fms")
+
+
+def test_a_file_spelled_twice_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "a.jsonl").write_text('{"text": "x"}\n')
+    listing = list_files([tmp_path / "c" / "a.jsonl", tmp_path / "c" / ".." / "c" / "a.jsonl"])
+    assert listing.names == ("a.jsonl",)

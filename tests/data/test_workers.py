@@ -70,3 +70,9 @@ def test_blocks_are_the_rows_of_the_batches(loader):
         assert torch.equal(batch["labels"][valid], block[:, 1:].long())
     assert other.state_dict()["header"]["row"] >= 6 * 7
     other.close()
+
+
+def test_blocks_of_rows_that_are_not_full_are_refused(loader):
+    other = StreamLoader(**loader_options(loader.listings["p"].root), packing="best_fit")
+    with pytest.raises(ValueError, match="packing='best_fit'"):
+        other.blocks()

@@ -177,7 +177,7 @@ def _expand(path: Path) -> list[Path]:
         files = [p for p in found if p.is_file() and all(_visible(part) or part in named for part in p.parts)]
         if not files:
             raise ValueError(f"{path}: the glob matches no file; check the pattern and that the path exists")
-        return [p.absolute() for p in files]
+        return [Path(os.path.abspath(p)) for p in files]
     if path.is_dir():
         files = _files_below(path)
         if not files:
@@ -187,7 +187,7 @@ def _expand(path: Path) -> list[Path]:
         return files
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder; check the path of the source")
-    return [path.absolute()]
+    return [Path(os.path.abspath(path))]  # without `..`, so that a file spelled twice is one
 
 
 def _files_below(folder: Path) -> list[Path]:
