@@ -54,6 +54,12 @@ def test_a_smoke_run_is_short_whatever_the_experiment_says(experiment: str) -> N
     assert composed(f"experiment={experiment}", "debug=smoke", "trainer.max_steps=7").trainer.max_steps == 7
 
 
+def test_what_a_resume_may_change_needs_no_plus() -> None:
+    cfg = composed("data=text", *OWN_DATA, "data.on_error=skip", "data.max_epochs={web: 2}", "data.packing=best_fit")
+    check(cfg)
+    assert (cfg.data.on_error, cfg.data.max_epochs) == ("skip", {"web": 2})
+
+
 def test_a_group_that_the_model_does_without_can_be_left_out() -> None:
     check(composed("experiment=quickstart", "~scheduler", "model.scheduler=null"))
 
