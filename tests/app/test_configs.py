@@ -54,8 +54,9 @@ def test_a_smoke_run_is_short_whatever_the_experiment_says(experiment: str) -> N
     assert composed(f"experiment={experiment}", "debug=smoke", "trainer.max_steps=7").trainer.max_steps == 7
 
 
-def test_what_a_resume_may_change_needs_no_plus() -> None:
-    cfg = composed("data=text", *OWN_DATA, "data.on_error=skip", "data.max_epochs={web: 2}", "data.packing=best_fit")
+@pytest.mark.parametrize("chosen", [("data=text", *OWN_DATA), ("data=quickstart",)])
+def test_what_a_resume_may_change_needs_no_plus(chosen: tuple[str, ...]) -> None:
+    cfg = composed(*chosen, "data.on_error=skip", "data.max_epochs={web: 2}", "data.packing=best_fit")
     check(cfg)
     assert (cfg.data.on_error, cfg.data.max_epochs) == ("skip", {"web": 2})
 
