@@ -42,6 +42,13 @@ def add_parser(commands: Any) -> None:
         metavar="T",
         help="the batch, counted from 0 as loggers do: step-T is the state before it",
     )
+    parser.add_argument(
+        "--source",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="a source that the step had and the run's last config has not, or has elsewhere; may be repeated",
+    )
     parser.add_argument("--jsonl", action="store_true", help="a JSON object a line instead of a table")
     parser.add_argument("--text", action="store_true", help="show how each document begins")
     parser.set_defaults(run_command=run)
@@ -54,7 +61,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.step < 0:
         raise ValueError(f"--step {arguments.step}: steps are counted from 0")
-    cfg, module = open_run(arguments.run)
+    if wrong := [given for given in arguments.source if "=" not in given]:
+        raise ValueError(f"--source {wrong[0]}: give it as NAME=PATH")
+    cfg, module = open_run(arguments.run, dict(given.split("=", 1) for given in arguments.source))
     before, after = around(arguments.run, cfg, arguments.step)
     batch, note = rows_a_step(before, after, int(cfg.data.global_batch_size))
     first = before.row + (arguments.step - before.step) * batch
@@ -86,7 +95,10 @@ def rows_a_step(before: "Kept", after: "Kept | None", configured: int) -> tuple[
         ValueError: If the number changed between the states.
     """
     if after is None:
-        return configured, f" by the config: no state after step {before.step} says how many"
+        return (
+            configured,
+            f" by the config: no state after step {before.step} says how many, or that the run came so far",
+        )
     steps, rows = after.step - before.step, after.row - before.row
     if rows <= 0 or rows % steps:
         raise ValueError(

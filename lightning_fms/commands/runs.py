@@ -1,13 +1,13 @@
 """What a run's folder tells: its data module, and the states of its data that it kept."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_fms.app import data_module, quiet
 from lightning_fms.config_check import ConfigError
@@ -36,14 +36,21 @@ class Kept:
         return self.file.stat().st_mtime
 
 
-def open_run(run: Path) -> tuple[DictConfig, RescalableDataModule]:
+def open_run(run: Path, sources: Mapping[str, str] | None = None) -> tuple[DictConfig, RescalableDataModule]:
     """Return the config of a run's last start, and the data module that it names.
+
+    Args:
+        run: Folder of the run.
+        sources: Paths of sources that this config does not have, or has elsewhere, by name.
 
     Raises:
         ValueError: If the folder is no run, or its data is none of ours.
     """
     quiet()
     cfg = config_of(run)
+    for name, path in (sources or {}).items():
+        with open_dict(cfg):
+            cfg.data.sources[name] = path
     try:
         module = data_module(cfg)
     except Exception as error:

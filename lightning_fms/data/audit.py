@@ -88,7 +88,7 @@ def loader_at(options: Mapping[str, Any], state: State | None = None) -> StreamL
     for weights in mixture.values():
         if gone := sorted(name for name, weight in weights.items() if weight > 0 and name not in names):
             raise ValueError(
-                f"the state draws from source {gone[0]!r}, and there are {sorted(names)}; name its files again"
+                f"the state draws from source {gone[0]!r}, and there are {sorted(names)}; name its files again (fms-data: --source)"
             )
     then = {name: header[name] for name in _OF_THE_TIME}
     then["mixture"] = {first: {n: w for n, w in weights.items() if n in names} for first, weights in mixture.items()}

@@ -77,10 +77,27 @@ def test_d12_every_step_of_a_run_whose_batch_changed(
     (run / "data_trail" / "step-9.pt").unlink()
     check(rows, range(29, 32), listed(capsys, run, 8), sources)
     assert call("audit", run, "--step", 8) == 0
-    assert "3 a step by the config: no state after step 8 says how many" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "3 a step by the config: no state after step 8 says how many, or that the run came so far" in said
     (run / "data_trail" / "step-5.pt").unlink()
     said = refused(capsys, 2, "audit", run, "--step", 4)
     assert "steps 3 to 8 had 17 rows together (step-3.pt, step-8.pt): global_batch_size changed in between" in said
+
+
+def test_a_source_that_was_left_out_since_is_named_again(
+    sources: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    rows = write_run(run, 4, (Phase(1, 4, None, 6),), 3, sources=sources)
+    config = OmegaConf.load(run / "config.yaml")
+    del config.data.sources["q"]
+    OmegaConf.save(config, run / "config.yaml")
+    said = refused(capsys, 2, "audit", run, "--step", 4)
+    assert "draws from source 'q', and there are ['p']; name its files again (fms-data: --source)" in said
+    assert "--source q: give it as NAME=PATH" in refused(capsys, 2, "audit", run, "--step", 4, "--source", "q")
+    assert call("audit", run, "--step", 4, "--jsonl", "--source", f"q={sources['q']}") == 0
+    entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    check(rows, range(16, 20), entries, sources)
 
 
 def test_a_state_that_a_restart_gave_up_says_nothing(
