@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-VERSION = 3
+VERSION = 4
 
 PER_SOURCE = ("epoch", "position", "tokens", "since", "window")
 COUNTERS = ("padding", "split", "cut", "skipped")

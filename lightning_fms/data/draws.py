@@ -15,7 +15,7 @@ import numpy as np
 
 from lightning_fms.data.cursor import LOOK_AHEAD
 from lightning_fms.data.mixture import neediest, segment
-from lightning_fms.data.segments import Segment, next_window
+from lightning_fms.data.segments import Segment, Unsearchable
 from lightning_fms.data.sources import DocumentError
 
 if TYPE_CHECKING:
@@ -294,10 +294,10 @@ class Draws:
             position = self._position[source]
             try:
                 found = self._segment(source).find(position)
-            except DocumentError as error:  # a range of the file cannot be read: pass over all of it
-                if read:
-                    self._give_up(source, error)
-                self._position[source] = next_window(position)
+            except Unsearchable as error:
+                if read and (error.new or self.recipe.on_error == "raise"):
+                    self._give_up(source, error, count=error.counts)
+                self._position[source], drawn.hole = error.behind, error.alone
                 break
             if found is None:
                 self._turn(source)
@@ -305,7 +305,6 @@ class Draws:
             self._position[source] = found[0] + 1
             if read:
                 self._read(drawn, Place(source, self._epoch[source], *found[1:]))
-        drawn.hole = found is None
         drawn.position = (self._epoch[source], self._position[source])
         if self._name(source) in self.recipe.max_epochs and self._ended(source):
             self._turn(source)  # at once, so that nothing but positions says which sources have run out
@@ -334,11 +333,11 @@ class Draws:
         self._fruitful[place.source] = place.epoch if drawn.length else self._fruitful[place.source]
         self.row[self.recipe.columns.cut] += cut
 
-    def _give_up(self, source: int, error: DocumentError) -> None:
+    def _give_up(self, source: int, error: DocumentError, count: bool = True) -> None:
         """Raise, or count the document as skipped, as the recipe says; tell of the first few."""
         if self.recipe.on_error == "raise":
             raise DocumentError(f"source {self._name(source)!r}: {error}") from None
-        self.row[self.recipe.columns.skipped] += 1
+        self.row[self.recipe.columns.skipped] += count
         self.recipe.told += 1
         if self.recipe.told <= _TOLD:
             more = "; further ones are only counted" if self.recipe.told == _TOLD else ""

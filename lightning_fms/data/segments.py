@@ -3,30 +3,46 @@
 In every epoch a keyed permutation puts the fragments of a source in line; the line is cut into S segments of equal bytes,
 inside a fragment where needed, and another permutation says which stream gets which segment. Within its segment a stream
 walks through windows (fixed byte ranges of a fragment) and reads the documents of a window in a permuted order, in groups
-of `shuffle_window`. Each document starts in exactly one window of one segment, so exactly one stream reads it, once.
+of `shuffle_window`. Small files are less than a window, and one after the other they would not mix: up to 16 neighbours are
+read in turn, a document of each, as if they were one window. Each document starts in exactly one window of one segment, so
+exactly one stream reads it, once.
 
-Position and document are functions of each other. A position is one int64, `window << 32 | index in the window`, so resume
-opens one window and goes on; nothing is replayed and nothing but the offsets of the current window is held.
+Position and document are functions of each other. A position is one int64, `window << 32 | index in the window`; where K
+files take turns, the index is `K * (place in the file's order) + file`, so that a file that cannot be read is a hole which
+moves nothing else. Resume opens what is next and goes on; nothing is replayed and nothing but the offsets of the current
+window is held.
 
-Legend: F fragments, S streams.
+Legend: F fragments, S streams, K files in turn.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_fms.data.order import Permutation, derive_key
-from lightning_fms.data.sources import Document, Source
+from lightning_fms.data.sources import Document, DocumentError, Source
 
 WINDOW_BYTES = 4 << 20
 """Bytes of a window: its offsets take kilobytes, and reading it to find them takes milliseconds."""
+
+IN_TURN = 16
+"""Small files read in turn, at most: with dozens of streams, a thousand files mix."""
 
 _LINES = 3  # epochs whose line of fragments is kept: the streams of a source are rarely further apart
 _INDEX_BITS = 32
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
 
 
-def next_window(position: int) -> int:
-    """Return the first position of the window behind the one of a position."""
-    return ((position >> _INDEX_BITS) + 1) << _INDEX_BITS
+class Unsearchable(DocumentError):
+    """A range of a file in which documents cannot be found.
+
+    behind: the position to go on from. alone: whether no other file takes turns with this one; then all of it is passed over,
+    otherwise its turn is. counts: whether the stream comes to the range for the first time. new: whether this segment does.
+    """
+
+    def __init__(self, error: DocumentError, behind: int, alone: bool, counts: bool, new: bool) -> None:
+        super().__init__(str(error))
+        self.behind, self.alone, self.counts, self.new = behind, alone, counts, new
 
 
 class SourceOrder:
@@ -74,6 +90,16 @@ class SourceOrder:
         return Segment(self.source, self.file[fragments], starts, stops, shuffle_window, key)
 
 
+class _Part(NamedTuple):
+    """A byte range of a file, its documents, and their order."""
+
+    file: int
+    base: int
+    starts: np.ndarray
+    refs: np.ndarray
+    order: np.ndarray
+
+
 class Segment:
     """The windows of one stream, source and epoch.
 
@@ -91,8 +117,15 @@ class Segment:
     ) -> None:
         self._source, self._files, self._starts, self._stops = source, files, starts, stops
         self._shuffle_window, self._key = shuffle_window, key
-        windows = -(-stops // WINDOW_BYTES) - starts // WINDOW_BYTES
-        self._first_window = np.concatenate(([0], np.cumsum(windows)))
+        ranges = -(-stops // WINDOW_BYTES) - starts // WINDOW_BYTES
+        self._small = ranges == 1
+        # A window is a range of a large piece, or as many small pieces in a row as have the bytes of one, and IN_TURN at most.
+        before = np.cumsum(self._small) - 1
+        size = np.where(self._small, stops - starts, 0)
+        cut = np.stack((before // IN_TURN, (np.cumsum(size) - size) // WINDOW_BYTES, self._small))
+        begins = np.ones(len(files), dtype=bool)
+        begins[1:] = (cut[:, 1:] != cut[:, :-1]).any(axis=0)
+        self._first_window = np.concatenate(([0], np.cumsum(np.where(self._small, begins, ranges))))
         self._current = -1
 
     @property
@@ -101,14 +134,29 @@ class Segment:
         return int(self._first_window[-1])
 
     def find(self, position: int) -> tuple[int, int, int, int] | None:
-        """Return the first document at or after a position: `(position, file, start, ref)`; `None` at the end."""
+        """Return the first document at or after a position: `(position, file, start, ref)`; `None` at the end.
+
+        Raises:
+            Unsearchable: If a file there cannot be read.
+        """
         window, index = position >> _INDEX_BITS, position & _INDEX_MASK
         while window < self.windows:
             self._open(window)
-            if index < len(self._order):
-                document = self._order[index]
-                start = self._base + int(self._documents.starts[document])
-                return (window << _INDEX_BITS) | index, self._file, start, int(self._documents.refs[document])
+            missed = 0
+            while missed < len(self._parts):
+                turn, which = divmod(index, len(self._parts))
+                part = self._part(which)
+                if isinstance(part, DocumentError):
+                    new = self._told.setdefault(which, index) == index
+                    if new or self._longest() > turn:
+                        alone = len(self._parts) == 1
+                        behind = (window + 1) << _INDEX_BITS if alone else window << _INDEX_BITS | index + 1
+                        raise Unsearchable(part, behind, alone, counts=alone or turn == 0, new=new)
+                elif turn < len(part.order):
+                    document = part.order[turn]
+                    start, ref = part.base + int(part.starts[document]), int(part.refs[document])
+                    return window << _INDEX_BITS | index, part.file, start, ref
+                index, missed = index + 1, missed + 1
             window, index = window + 1, 0
         return None
 
@@ -117,21 +165,43 @@ class Segment:
         return self._source.read(file, start, ref)
 
     def _open(self, window: int) -> None:
-        """Load the offsets of a window and the order of its documents."""
+        """Find out which ranges of files take turns in a window."""
         if window == self._current:
             return
-        piece = int(np.searchsorted(self._first_window, window, side="right")) - 1
-        begin, end = int(self._starts[piece]), int(self._stops[piece])
-        mark = (begin // WINDOW_BYTES + window - int(self._first_window[piece])) * WINDOW_BYTES
-        self._file, self._base = int(self._files[piece]), max(begin, mark)
-        self._documents = self._source.window(self._file, self._base, min(end, mark + WINDOW_BYTES))
-        self._order = self._permuted(len(self._documents.starts))
+        piece, after = (np.searchsorted(self._first_window, [window, window + 1], side="right") - 1).tolist()
+        if self._small[piece]:
+            self._ranges = [(p, int(self._starts[p]), int(self._stops[p])) for p in range(piece, after)]
+        else:
+            begin, end = int(self._starts[piece]), int(self._stops[piece])
+            mark = (begin // WINDOW_BYTES + window - int(self._first_window[piece])) * WINDOW_BYTES
+            self._ranges = [(piece, max(begin, mark), min(end, mark + WINDOW_BYTES))]
+        self._parts: list[_Part | DocumentError | None] = [None] * len(self._ranges)
+        self._told: dict[int, int] = {}  # where it was said first that a range cannot be read
         self._current = window
 
-    def _permuted(self, count: int) -> np.ndarray:
-        key = derive_key(self._key, self._file, self._base)
+    def _part(self, which: int) -> _Part | DocumentError:
+        """Return the documents of a range and their order, or why they cannot be found."""
+        part = self._parts[which]
+        if part is None:
+            piece, base, end = self._ranges[which]
+            file = int(self._files[piece])
+            try:
+                starts, refs = self._source.window(file, base, end)
+                part = _Part(file, base, starts, refs, self._permuted(file, base, len(starts)))
+            except DocumentError as error:
+                part = error
+            self._parts[which] = part
+        return part
+
+    def _longest(self) -> int:
+        """Return the most documents that a range of the window has."""
+        parts = [self._part(which) for which in range(len(self._parts))]
+        return max((len(part.order) for part in parts if not isinstance(part, DocumentError)), default=0)
+
+    def _permuted(self, file: int, base: int, count: int) -> np.ndarray:
+        key = derive_key(self._key, file, base)
         groups = []
         for start in range(0, count, self._shuffle_window):
             size = min(self._shuffle_window, count - start)
             groups.append(start + Permutation(size, key + start)(np.arange(size)))
-        return np.concatenate(groups) if groups else np.empty(0, dtype=np.int64)
+        return np.concatenate(groups).astype(np.uint32) if groups else np.empty(0, dtype=np.uint32)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fms.data import segments
-from lightning_fms.data.segments import Segment, SourceOrder
+from lightning_fms.data.segments import Segment, SourceOrder, Unsearchable
 from lightning_fms.data.sources import Text, listing
 
 Found = tuple[int, int, int, int]
@@ -179,3 +179,55 @@ def test_every_epoch_and_every_window_has_an_order_of_its_own(tmp_path: Path, mo
         for file in (0, 1):
             seen.add(tuple(start for of, start, _ in walked if of == file))
     assert len(seen) == 6
+
+
+def test_small_files_are_read_in_turn_and_large_ones_alone(tmp_path: Path) -> None:
+    """Windows of 64 bytes: files of 20, 20, 20, 63 (in turn, as far as a window reaches), and one of 160 bytes by itself."""
+    source = write(str(tmp_path), [[4] * 4, [4] * 4, [4] * 4, [62], [4] * 32])
+    segment = SourceOrder(source, "web", 1, 1).segment(0, 0, 16)
+    walked = walk(segment)
+    assert sorted(document[1:] for document in walked) == sorted(all_of(source))
+    for window, found in itertools.groupby(walked, key=lambda document: document[0] >> 32):
+        segment._open(window)
+        files, count = [document[1] for document in found], len(segment._parts)
+        assert len(set(files)) == count
+        assert files[:count] == [int(segment._files[piece]) for piece, _, _ in segment._ranges]
+        assert count == 1 or 4 not in files
+    assert any(len({d[1] for d in walked if d[0] >> 32 == window}) > 1 for window in range(segment.windows))
+
+
+def walk_over_holes(segment: Segment) -> tuple[list[Found], int]:
+    """What can be read, and how many ranges cannot."""
+    found, counted, position = [], 0, 0
+    while True:
+        try:
+            document = segment.find(position)
+        except Unsearchable as error:
+            counted, position = counted + error.counts, error.behind
+            continue
+        if document is None:
+            return found, counted
+        found.append(document)
+        position = document[0] + 1
+
+
+def test_a_file_in_turn_that_cannot_be_read_is_a_hole_and_moves_nothing_else(tmp_path: Path) -> None:
+    source = write(str(tmp_path), [[1] * (3 + i) for i in range(6)])
+    whole = walk(SourceOrder(source, "web", 1, 1).segment(0, 0, 4))
+    for gone in range(6):
+        path = source.listing.path(gone)
+        assert isinstance(path, Path)
+        data = path.read_bytes()
+        path.write_bytes(b"")
+        segment = SourceOrder(Text(source.listing, "line"), "web", 1, 1).segment(0, 0, 4)
+        found, counted = walk_over_holes(segment)
+        path.write_bytes(data)
+        assert found == [document for document in whole if document[1] != gone]
+        assert counted == 1
+        for at in [document[0] for document in whole if document[1] == gone]:  # and wherever a stream comes back to it
+            segment = SourceOrder(source, "web", 1, 1).segment(0, 0, 4)
+            path.write_bytes(b"")
+            segment._source = Text(source.listing, "line")
+            with pytest.raises(Unsearchable, match="ends at byte 0"):
+                segment.find(at)
+            path.write_bytes(data)

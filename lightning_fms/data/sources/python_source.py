@@ -23,7 +23,7 @@ from lightning_fms.data.sources.listing import Listing, list_files
 from lightning_fms.data.sources.source import Document, DocumentError, Window
 
 _SHORTEST_PROSE = 120  # characters; shorter docstrings are mostly signatures
-_PARSED = 256
+_PARSED = 4096  # many streams read many files in turn
 _NEWLINE = re.compile(rb"\r\n?|\n")  # what ends a line for Python's parser
 _SKIPPED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__")
 
