@@ -3,15 +3,29 @@
 A tokenizer is named, not passed around: the object here holds the name and builds the real thing on first use, so worker
 processes start with nothing but a path. Its fingerprint goes into the state, so that a run that goes on with another
 tokenizer knows.
+
+The `tokenizers` library takes about 200 bytes a character while it works, 4 GB for a book-sized line of 20 MB. So a long text
+goes to it in pieces, cut where the tokenizer cuts anyway (see `JsonTokenizer`); the ids are those of the whole.
 """
 
 import json
+import re
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from tokenizers import Tokenizer as HfTokenizer
+
+PIECE = 1 << 18
+"""Characters of a piece of a long text: 50 MB while it is tokenized."""
+
+_PLACES = (r"[A-Za-z](?= [A-Za-z])", r"\n(?=[^\W\d_])")
+"""Where a text may be cut: behind a letter, before a space and a letter; between a newline and a letter."""
+
+_BEFORE = (("ab", "I'm ab", "12 ab", "  ab", "é.ab", "AB", "a\n\nab"), ("ab\n", "ab \n", "1\n", ".\n", "a\n\n", "你\n"))
+_BEHIND = ((" cd", " cd's", " cd 12", " Cd\n", " cd  ", " c"), ("cd", "Cd 1", "c", "你好", "é!", "cd\n"))
 
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "[SEP]")
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "[CLS]")
@@ -60,6 +74,11 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A `tokenizers` JSON file, or a Hugging Face folder with one.
 
+    A text of more than `PIECE` characters is tokenized in pieces if the tokenizer's own first steps (normalizer and
+    pre-tokenizer) cut between words or lines, which those of GPT, Llama 3, Qwen, BERT and T5 do; it is tried out. Where they do
+    not (Llama 2 and others merge across spaces), or a text has neither words nor lines, it is tokenized as a whole: as exact,
+    and with the library's appetite for memory.
+
     Args:
         path: `tokenizer.json`, or the folder that holds it (then `tokenizer_config.json` names the special tokens).
 
@@ -79,6 +98,7 @@ class JsonTokenizer:
             ) from None
         names = _special_names(self.path.parent / "tokenizer_config.json") if path.is_dir() else {}
         self._built: HfTokenizer | None = None
+        self._place: re.Pattern | None = None
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_id = self._special("eos_token", names, _EOS_NAMES)
         self.bos_id = self._special("bos_token", names, _BOS_NAMES)
@@ -87,12 +107,27 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, without special tokens."""
+        if len(text) > PIECE:
+            return np.concatenate([self._encode(piece) for piece in self._pieces(text)])
+        return self._encode(text)
+
+    def _encode(self, text: str) -> np.ndarray:
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         except TypeError:  # half a surrogate pair, which JSON can escape, is no Unicode text: U+FFFD stands for it
             text = text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int32)
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """Cut a long text where its tokens are cut, too."""
+        if self._place is None:
+            self._place = re.compile("|".join(_safe_places(self._tokenizer)) or r"(?!)")
+        start = 0
+        while found := self._place.search(text, start + PIECE):
+            yield text[start : found.end()]
+            start = found.end()
+        yield text[start:]
 
     def decode(self, ids: Any) -> str:
         """Return the text of ids, special tokens included."""
@@ -117,7 +152,31 @@ class JsonTokenizer:
         return None
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_built": None}
+        return {**self.__dict__, "_built": None, "_place": None}
+
+
+def _safe_places(tokenizer: HfTokenizer) -> list[str]:
+    """Return those of `_PLACES` at which the two parts of a text make the tokens of the whole.
+
+    Models tokenize what the pre-tokenizer cuts word by word, so it is enough that normalizer and pre-tokenizer do the same to
+    the parts as to the whole, and that no added token reaches across.
+    """
+    normalizer, words = tokenizer.normalizer, tokenizer.pre_tokenizer
+    across = any(
+        token.rstrip or re.search(r"\s", token.content) for token in tokenizer.get_added_tokens_decoder().values()
+    )
+    if words is None or across:
+        return []
+
+    def cut(text: str) -> list[str]:
+        text = normalizer.normalize_str(text) if normalizer is not None else text
+        return [word for word, _ in words.pre_tokenize_str(text)]
+
+    return [
+        place
+        for place, before, behind in zip(_PLACES, _BEFORE, _BEHIND, strict=True)
+        if all(cut(left + right) == cut(left) + cut(right) for left in before for right in behind)
+    ]
 
 
 def _special_names(config: Path) -> dict[str, str]:
