@@ -4,6 +4,7 @@ It takes the data rank from the strategy, tells the trainer how many micro-batch
 of the callbacks, and keeps one state for all ranks in the checkpoint.
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_fms.data.arguments import check_positive
 from lightning_fms.data.audit import loader_at
@@ -21,6 +22,8 @@ from lightning_fms.data.items import Reader
 from lightning_fms.data.link import LoaderLink, LossWeight
 from lightning_fms.data.loader import StreamLoader
 from lightning_fms.data.tokenizer import Tokenizer, open_tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 class RescalableDataModule(pl.LightningDataModule):
@@ -206,7 +209,7 @@ class RescalableDataModule(pl.LightningDataModule):
             )
         self.loader.load_state_dict(state_dict)
         for line in self._skipped():
-            rank_zero_info(line)
+            rank_zero_only(_log.warning)(line)
         if self._link is not None and self.trainer is not None:
             self._link.resumed_accumulate = state_dict["header"]["accumulate"]
             self._tell(self.trainer)  # the run's number of streams may make another number of micro-batches a step
