@@ -198,7 +198,9 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
                 "moves every document; set it back, or add the files as another source"
             )
         if then["digest"] != now["digest"]:
+            counts_differ = any(then[key] != now[key] for key in ("files", "bytes"))
             raise ValueError(
                 f"source {name!r} is not what the run started with: {then['files']} files of {then['bytes']:,} bytes then, "
-                f"{now['files']} files of {now['bytes']:,} bytes now; restore its files, and add new ones as another source"
+                f"{now['files']} files of {now['bytes']:,} bytes now{'' if counts_differ else ', of other names or sizes each'}; "
+                "restore its files, and add new ones as another source"
             )

@@ -12,7 +12,7 @@ from hypothesis import Phase as Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fms.data import StreamLoader
+from lightning_fms.data import StreamLoader, merge_states
 from lightning_fms.data.audit import readings
 from lightning_fms.data.sources import lines
 from tests.data import corpora
@@ -152,3 +152,36 @@ def test_d6_a_document_in_flight_that_cannot_be_read_any_more_is_skipped_alone(t
     for reading in [*before, *readings(StreamLoader(**options, state=state), 3, 120)]:
         used[reading.start] += reading.tokens if reading.epoch == 0 else 0
     assert used == {**lengths, begun.start: begun.first_token}
+
+
+def test_a_state_of_another_run_is_refused_with_the_difference(tmp_path: Path) -> None:
+    folder = write_jsonl(tmp_path / "p", "p", 20, files=2)
+    options = {"sources": {"p": folder}, "seq_len": 12, "global_batch_size": 4, "world_size": 2}
+    parts = [StreamLoader(**options, rank=rank).state_dict() for rank in range(2)]
+    state = merge_states(parts)
+    old = {**state, "header": {**state["header"], "version": 1}}
+    renamed = write_jsonl(tmp_path / "q", "p", 20, files=2)
+    (renamed / "p-1.jsonl").rename(renamed / "p-2.jsonl")
+    for change, words in (
+        ({"seed": 7}, "seed was 0 and is 7; set seed=0 to go on with it, or start anew without the state"),
+        ({"num_streams": 5}, "num_streams was 4 and is 5; set num_streams=4 to go on with it"),
+        ({"sources": {"q": folder}}, r"its sources are \['p'\], this run's are \['q'\]"),
+        (
+            {"sources": {"p": folder / "p-0.jsonl"}},
+            "source 'p' is not what the run started with: 2 files of .* 1 files of",
+        ),
+        (
+            {"sources": {"p": renamed}},
+            "2 files of .* 2 files of .* now, of other names or sizes each; restore its files",
+        ),
+        ({"state": parts[0]}, "holds 2 of 4 streams: it is one rank's part; merge all ranks' with merge_states"),
+        ({"state": old}, "data state has version 1; this release reads version"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            StreamLoader(**{**options, "state": state, **change})
+    with pytest.raises(ValueError, match=r"the states lack stream 1 \(2 of 4\); pass every rank's"):
+        merge_states(parts[:1])
+    with pytest.raises(
+        ValueError, match="the states differ in seed: 0 and 1; merge states that all ranks took after the same"
+    ):
+        merge_states([parts[0], StreamLoader(**options, rank=1, seed=1).state_dict()])
