@@ -1,6 +1,5 @@
 """Every format gives each document exactly once, whatever the cuts, and as it was written."""
 
-import itertools
 import json
 import random
 import tempfile
@@ -8,28 +7,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tests.data.cuts
 from lightning_fms.data.sources import JsonLines, PythonSource, Source, Text, list_files, open_source, open_sources
 from lightning_fms.data.sources.lines import BLOCK_BYTES
 
 
 def documents(source: Source, cuts: list[int] | None = None, file: int = 0) -> list[tuple[int, str]]:
     """`(first byte, text)` of a file's documents, looked for in the ranges between the cuts."""
-    size = int(source.listing.sizes[file])
-    edges = sorted({0, size, *(cut for cut in cuts or [] if 0 < cut < size)})
     found = []
-    for start, stop in itertools.pairwise(edges):
-        window = source.window(file, start, stop)
-        assert window.starts.dtype == window.refs.dtype == np.uint32
-        assert np.all(window.starts < stop - start)
-        for first, length in zip(window.starts.tolist(), window.refs.tolist(), strict=True):
-            text = source.read(file, start + first, length)
-            assert isinstance(text, str)
-            found.append((start + first, text))
+    for first, _, text in tests.data.cuts.documents(source, cuts, file):
+        assert isinstance(text, str)
+        found.append((first, text))
     assert [first for first, _ in found] == sorted({first for first, _ in found})
     return found
 

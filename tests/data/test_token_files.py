@@ -1,6 +1,5 @@
 """Bare token files and Megatron's indexed ones: every document once, whatever the cuts, and exactly as it was written."""
 
-import itertools
 import struct
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_fms.data import StreamLoader
 from lightning_fms.data.sources import DocumentError, MegatronTokens, Source, TokenFiles, open_source, token_files
+from tests.data.cuts import read_all
 
 EOS = 7
 CODES = {np.uint8: 1, np.int16: 3, np.int32: 4, np.int64: 5, np.uint16: 8}
@@ -18,16 +18,10 @@ CODES = {np.uint8: 1, np.int16: 3, np.int32: 4, np.int64: 5, np.uint16: 8}
 
 def documents(source: Source, cuts: list[int] | None = None) -> list[list[int]]:
     found = []
-    for file, size in enumerate(source.listing.sizes.tolist()):
-        edges = sorted({0, size, *(cut for cut in cuts or [] if 0 < cut < size)})
-        for start, stop in itertools.pairwise(edges):
-            window = source.window(file, start, stop)
-            assert window.starts.dtype == window.refs.dtype == np.uint32
-            assert np.all(window.starts < stop - start)
-            for first, length in zip(window.starts.tolist(), window.refs.tolist(), strict=True):
-                document = source.read(file, start + first, length)
-                assert isinstance(document, np.ndarray)
-                found.append(document.tolist())
+    for file in range(len(source.listing.names)):
+        for document in read_all(source, cuts, file):
+            assert isinstance(document, np.ndarray)
+            found.append(document.tolist())
     return found
 
 
