@@ -120,11 +120,8 @@ def give_up_begun(rows: np.ndarray, columns: Columns, absent: Sequence[str] = ()
                 row[columns.offset] = 0
                 row[columns.skipped] += 1
                 lost += 1
-        for source in gone & {source for source, _ in drawn}:
-            while (last := max((i for i, (s, _) in enumerate(drawn) if s == source), default=-1)) >= 0 and not drawn[
-                last
-            ][1]:
-                del drawn[last]
+        # Of a source that is not there, what waits behind its last used document is not drawn yet.
+        drawn = [(s, used) for i, (s, used) in enumerate(drawn) if s not in gone or (s, True) in drawn[i:]]
         columns.write_ahead(row, drawn)
     return lost
 
@@ -190,12 +187,11 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
             f"this run's are {sorted(current['listings'])}"
         )
     for name in sorted(shared):
-        then, now = dict(saved["listings"][name]), dict(current["listings"][name])
-        cut, cut_now = then.pop("cut"), now.pop("cut")
-        if cut != cut_now:
+        then, now = saved["listings"][name], current["listings"][name]
+        if then["cut"] != now["cut"]:
             raise ValueError(
-                f"source {name!r}: its files were cut into documents by {cut} when the run started and are by {cut_now} now, which "
-                "moves every document; set it back, or add the files as another source"
+                f"source {name!r}: its files were cut into documents by {then['cut']} when the run started and are by "
+                f"{now['cut']} now, which moves every document; set it back, or add the files as another source"
             )
         if then["digest"] != now["digest"]:
             counts_differ = any(then[key] != now[key] for key in ("files", "bytes"))

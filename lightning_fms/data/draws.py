@@ -9,6 +9,7 @@ is to go on without it.
 """
 
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -92,16 +93,16 @@ class Draws:
 
     def current(self) -> Drawn | None:
         """Return what `oldest` would, but draw nothing: `None` if everything is used up."""
-        for drawn in self._pending:
-            if not drawn.used and drawn.position is not None:
-                return drawn
-        return None
+        return next(self._waiting(), None)
 
     def look_ahead(self) -> list[Drawn]:
         """Draw as many documents as may wait, and return those that do, oldest first."""
         while self._room() and self._draw():
             pass
-        return [drawn for drawn in self._pending if not drawn.used and drawn.position is not None]
+        return list(self._waiting())
+
+    def _waiting(self) -> Iterator[Drawn]:
+        return (drawn for drawn in self._pending if not drawn.used and drawn.position is not None)
 
     def use(self, drawn: Drawn, count: int) -> None:
         """Use the next `count` tokens of a document; all that are left, unless it is the oldest."""
