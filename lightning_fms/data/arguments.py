@@ -5,6 +5,7 @@ from typing import Any
 from lightning_fms.data.items import Items, Reader
 from lightning_fms.data.mixture import History
 from lightning_fms.data.packing import BestFit, Concat, Packing
+from lightning_fms.data.whole_numbers import check_positive
 
 MAX_SHUFFLE_WINDOW = (1 << 31) - 1
 """Two of them share a number of the state; a window of 4 MiB holds at most 4,194,304 documents."""
@@ -18,19 +19,6 @@ def check_shuffle_window(documents: int) -> None:
             f"shuffle_window={documents} is more than {MAX_SHUFFLE_WINDOW}; documents are permuted within 4 MiB, so 4194304 is "
             "as good as any larger number"
         )
-
-
-def check_positive(**values: int | None) -> None:
-    """Refuse what is no whole number of at least 1; `None` passes."""
-    check_whole(1, **{name: value for name, value in values.items() if value is not None})
-
-
-def check_whole(lowest: int | None = None, **values: int) -> None:
-    """Refuse what is no whole number, or below the lowest."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or (lowest is not None and value < lowest):
-            least = "" if lowest is None else f" of at least {lowest}"
-            raise ValueError(f"{name}={value!r} must be a whole number{least}")
 
 
 def checked_caps(caps: dict[str, int], sources: list[str]) -> dict[str, int]:

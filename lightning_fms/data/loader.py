@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_fms.data.arguments import (
-    check_positive,
     check_shuffle_window,
     check_supply,
-    check_whole,
     checked_caps,
     open_packing,
 )
@@ -31,6 +29,7 @@ from lightning_fms.data.slots import Slots
 from lightning_fms.data.sources import Document, Listing, Source, open_sources
 from lightning_fms.data.stream import Recipe, Stream
 from lightning_fms.data.tokenizer import open_tokenizer
+from lightning_fms.data.whole_numbers import check_positive, check_whole
 from lightning_fms.data.workers import Step, steps
 
 

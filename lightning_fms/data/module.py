@@ -14,7 +14,6 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_fms.data.arguments import check_positive
 from lightning_fms.data.audit import loader_at
 from lightning_fms.data.cursor import State, merge_states
 from lightning_fms.data.feed import Feed, steps_of_one_pass
@@ -22,6 +21,7 @@ from lightning_fms.data.items import Reader
 from lightning_fms.data.link import LoaderLink, LossWeight
 from lightning_fms.data.loader import StreamLoader
 from lightning_fms.data.tokenizer import Tokenizer, open_tokenizer
+from lightning_fms.data.whole_numbers import check_positive
 
 _log = logging.getLogger(__name__)
 

@@ -13,6 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from lightning_fms.data.whole_numbers import check_whole
+
 
 def rows_of_rank(first_row: int, batch: int, streams: int, world: int, rank: int) -> np.ndarray:
     """Return, ascending, the row numbers of a global batch that belong to a data rank (int64)."""
@@ -65,13 +67,7 @@ class Slots:
     micro: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("num_streams", self.streams),
-            ("global_batch_size", self.batch),
-            ("world_size", self.world),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        check_whole(1, num_streams=self.streams, global_batch_size=self.batch, world_size=self.world)
         if self.micro is not None and (
             isinstance(self.micro, bool) or not isinstance(self.micro, int) or self.micro < 1
         ):
