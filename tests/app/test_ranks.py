@@ -12,6 +12,7 @@ from app_runs import clean_environment, start
 from lightning_fms.config_check import ConfigError
 from lightning_fms.ranks import agree, is_child
 
+# Lines of several processes in one pipe can run into each other, unless each is one write.
 ASK = """
 import os, sys
 from lightning_fms.ranks import agree
@@ -19,15 +20,16 @@ def decide():
     if os.environ.get("REFUSE"):
         raise ValueError("refused")
     return {"decided by": os.environ.get("RANK") or os.environ.get("SLURM_PROCID")}
-print("heard", agree("first", decide), agree("second", lambda: [1, None]))
+heard = agree("first", decide), agree("second", lambda: [1, None])
+os.write(1, f"heard {heard[0]} {heard[1]}\\n".encode())
 """
-
 
 ATTEMPT = """
 import os, sys, time
 from lightning_fms.ranks import agree
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-print("attempt", attempt, "heard", agree("first", lambda: attempt), flush=True)
+heard = agree("first", lambda: attempt)
+os.write(1, f"attempt {attempt} heard {heard}\\n".encode())
 if attempt == "0":
     time.sleep(1)
     sys.exit(1)
