@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +20,11 @@ from lightning_fms.data.arguments import (
     checked_caps,
     open_packing,
 )
-from lightning_fms.data.cursor import COUNTERS, VERSION, Columns, State, check_same_run, give_up_begun, make_state
+from lightning_fms.data.cursor import COUNTERS, VERSION, State, make_state
 from lightning_fms.data.items import Items, Reader
-from lightning_fms.data.mixture import History, parse, resume, segment
+from lightning_fms.data.mixture import parse, segment
 from lightning_fms.data.packing import IGNORE, Batch, Concat
+from lightning_fms.data.resume import Settings, go_on, start
 from lightning_fms.data.slots import Slots
 from lightning_fms.data.sources import Document, Listing, Source, open_sources
 from lightning_fms.data.stream import Recipe, Stream
@@ -160,30 +160,13 @@ class StreamLoader:
         if self._asked_streams is not None:
             streams = self._asked_streams
         self.slots = Slots(streams=streams, **self._rank)
-        window, names = self._documents["shuffle_window"], list(self._sources)
-        self.skipped_documents = 0
-        self._past_listings: dict[str, dict[str, Any]] = saved["listings"] if saved else {}
-        if saved is None or state is None:
-            self._first_row, history = 0, self._wanted
-            self._columns = Columns(sorted(names))  # ties are decided by column: not by the order of the config
-            rows = self._columns.fresh(streams, window)
-        else:
-            check_same_run(saved, {"seed": self.seed, "num_streams": streams, "listings": self._listings()})
-            self._first_row = saved["row"]
-            past: History = [(first, weights) for first, weights in saved["mixture"]]
-            history = resume(past, self._wanted, self._first_row)
-            self._columns = Columns(saved["sources"] + sorted(set(names) - set(saved["sources"])))
-            rows = self._columns.adopt(_complete_rows(state), saved["sources"], window)
-            other_tokens = (saved["tokenizer"], saved["bos"]) != (self.tokenizer.fingerprint, self._documents["bos"])
-            absent = set(self._columns.sources) - set(names)
-            if other_tokens or isinstance(self.packing, Items):  # an item has no rest
-                changed = self._columns.sources
-            else:
-                now, then = self._listings(), saved["listings"]
-                changed = [n for n in now if n in then and now[n]["text_key"] != then[n]["text_key"]]
-            self.skipped_documents = give_up_begun(rows, self._columns, sorted(absent), changed)
-            if saved["max_epochs"] != self._max_epochs:
-                rows[:, self._columns.since] = 0  # a source that comes back does not catch up
+        settings = Settings(
+            self.seed, streams, self._listings(), self._wanted, self.tokenizer.fingerprint, self._documents["bos"],
+            isinstance(self.packing, Items), self._max_epochs, self._documents["shuffle_window"],
+        )  # fmt: skip
+        begin = start(settings) if state is None else go_on(state, settings)
+        self._first_row, self._columns, history = begin.row, begin.columns, begin.history
+        self.skipped_documents, self._past_listings = begin.lost, begin.listings
         if not self._one_pass:
             check_supply(history[segment(history, self._first_row) :], self._max_epochs)
         self._recipe = Recipe(
@@ -191,7 +174,7 @@ class StreamLoader:
             max_epochs=self._max_epochs, on_error=self._on_error, one_pass=self._one_pass, **self._documents,
         )  # fmt: skip
         self._owned = self.slots.owned()
-        self._rows = rows[self._owned]
+        self._rows = begin.rows[self._owned]
 
     def _listings(self) -> dict[str, dict[str, Any]]:
         return {
@@ -381,13 +364,3 @@ def _show_a_target(batch: Batch) -> None:
     batch["row_valid"][:] = False
     if "labels" in batch and (batch["labels"] == IGNORE).all():
         batch["labels"].view(-1)[0] = 0
-
-
-def _complete_rows(state: State) -> np.ndarray:
-    """Return the rows of all streams, in order (int64 `[S, K]`)."""
-    streams, expected = state["streams"].numpy(), state["header"]["num_streams"]
-    if len(streams) != expected or not np.array_equal(np.sort(streams), np.arange(expected)):
-        raise ValueError(
-            f"the data state holds {len(streams)} of {expected} streams: it is one rank's part; merge all ranks' with merge_states"
-        )
-    return state["rows"].numpy()[np.argsort(streams)]

@@ -20,6 +20,7 @@ from lightning_fms.data.feed import Feed, steps_of_one_pass
 from lightning_fms.data.items import Reader
 from lightning_fms.data.link import LoaderLink, LossWeight
 from lightning_fms.data.loader import StreamLoader
+from lightning_fms.data.report import describe, lost_documents, merged_mix
 from lightning_fms.data.tokenizer import Tokenizer, open_tokenizer
 from lightning_fms.data.whole_numbers import check_positive
 
@@ -208,7 +209,7 @@ class RescalableDataModule(pl.LightningDataModule):
                 "position holds one rank only; resume from an earlier checkpoint"
             )
         self.loader.load_state_dict(state_dict)
-        for line in self._skipped():
+        for line in lost_documents(self.loader):
             rank_zero_only(_log.warning)(line)
         if self._link is not None and self.trainer is not None:
             self._link.resumed_accumulate = state_dict["header"]["accumulate"]
@@ -223,28 +224,7 @@ class RescalableDataModule(pl.LightningDataModule):
         """What is streamed, a line each."""
         if self.loader is None:
             return ["data: not set up yet"]
-        slots, seq_len = self.loader.slots, self.loader.seq_len
-        rows, unit = (f"rows of {seq_len:,} tokens", "tokens") if seq_len else ("items", "items")
-        lines = [
-            f"data: {slots.batch} {rows} a step, {slots.streams} streams, "
-            f"{slots.world} data rank(s) x {slots.accumulate} micro-batch(es) of {slots.micro_rows} row(s)"
-        ]
-        for name, entry in self.loader.mix_report().items():
-            listing = self.loader.listings.get(name)
-            files = (
-                f"{len(listing.names):,} files, {listing.total_bytes / 1e6:,.1f} MB" if listing else "no longer there"
-            )
-            epochs = f"epoch {entry['epoch']:.2f}"
-            if entry["epoch_min"] < entry["epoch_max"]:
-                epochs += f" (streams from {entry['epoch_min']:.0f} to {entry['epoch_max']:.0f})"
-            lines.append(f"  source {name}: {files}, {entry['target']:.1%} of the {unit}, {epochs}")
-            lines += [f"    since the run began: {change}" for change in (listing.changes[:5] if listing else ())]
-        return lines + self._skipped()
-
-    def _skipped(self) -> list[str]:
-        count = self.loader.skipped_documents if self.loader is not None else 0
-        lost = f"data: {count} document(s) that were begun lost their rest at the resume: tokenizer, packing or sources changed"
-        return [lost] if count else []
+        return describe(self.loader)
 
     def mix_report(self) -> dict[str, dict[str, float]]:
         """Return, by source, its `share` of all tokens so far, its `target` share, `tokens`, and the epoch of the streams.
@@ -257,7 +237,7 @@ class RescalableDataModule(pl.LightningDataModule):
             return {}
         mine = self.loader.mix_report()
         parts = self._from_data_ranks((len(self.loader.slots.owned()), mine))
-        return _merged_mix(parts) if len(parts) > 1 else mine
+        return merged_mix(parts) if len(parts) > 1 else mine
 
     def counters(self) -> dict[str, int]:
         """Return what all streams have counted since the run began.
@@ -360,22 +340,6 @@ def _steps_or_error(loader: StreamLoader) -> int | str:
         return steps_of_one_pass(loader)
     except ValueError as error:
         return str(error)
-
-
-def _merged_mix(parts: list[tuple[int, dict[str, dict[str, float]]]]) -> dict[str, dict[str, float]]:
-    """Return the mix of all data ranks from each one's number of streams and mix."""
-    streams = sum(count for count, _ in parts)
-    everything = sum(entry["tokens"] for _, report in parts for entry in report.values())
-    merged = {}
-    for name, entry in parts[0][1].items():
-        tokens = sum(report[name]["tokens"] for _, report in parts)
-        epoch = sum(count * report[name]["epoch"] for count, report in parts) / streams
-        merged[name] = {
-            **entry, "share": tokens / max(1.0, everything), "epoch": epoch, "tokens": tokens,
-            "epoch_min": min(report[name]["epoch_min"] for _, report in parts),
-            "epoch_max": max(report[name]["epoch_max"] for _, report in parts),
-        }  # fmt: skip
-    return merged
 
 
 def _callbacks(trainer: pl.Trainer) -> list[Callback]:
