@@ -1,14 +1,12 @@
 """Ranks that share the parts of a matrix (tensor parallelism) are one data rank: they read the same rows, counted once."""
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
