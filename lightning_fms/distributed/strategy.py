@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,24 +22,22 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lightning_fms.distributed import commit, policy, restore, rng, shard, state
+from lightning_fms.distributed import policy, rng, shard
 from lightning_fms.distributed.launcher import InProcessLauncher, ProcessLauncher
 from lightning_fms.distributed.manual import RootInStep
 from lightning_fms.distributed.master import MasterWeights
 from lightning_fms.distributed.mesh import MeshShape, build_mesh, check_mesh_arguments, resolve_mesh
 from lightning_fms.distributed.place import Placed, Settings, place
 from lightning_fms.distributed.report import SetupReport
+from lightning_fms.distributed.saving import SavingStrategy
 
-RUN_SEED = "run_seed"  # key in a checkpoint's plain state
 
-
-class FSDPCompileStrategy(ModelParallelStrategy):
+class FSDPCompileStrategy(SavingStrategy):
     """FSDP2 and per-block `torch.compile` for a plain LightningModule, on one to many devices.
 
     Args:
@@ -331,7 +328,7 @@ class FSDPCompileStrategy(ModelParallelStrategy):
     on_validation_start = on_test_start = on_predict_start = on_validation_end
     on_test_end = on_predict_end = on_validation_end
 
-    # ---- checkpoints
+    # ---- checkpoints, see `saving`
 
     @contextmanager
     def _stored_weights(self) -> Iterator[torch.nn.Module]:
@@ -344,57 +341,3 @@ class FSDPCompileStrategy(ModelParallelStrategy):
         finally:
             if self._in_training_step:
                 self._root.unshard()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Weights under clean names, as shards (or whole, for 'consolidated'; rank 0 only)."""
-        with self._stored_weights() as module:
-            return self._for_format(state.module_state(module))
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State by parameter name, read without changing it."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        with self._stored_weights() as module:
-            return self._for_format(state.optimizer_state(module, optimizer))
-
-    def _for_format(self, value: dict[str, Any]) -> dict[str, Any]:
-        return state.gather_whole(value, keep=self.is_global_zero) if self._consolidate else value
-
-    def save_checkpoint(self, checkpoint_state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a committed checkpoint folder, or one plain file. Called on all ranks.
-
-        Raises:
-            CheckpointError: a rank could not write; nothing was overwritten.
-            ValueError: a path that cannot be a checkpoint.
-        """
-        if storage_options is not None:
-            raise ValueError(
-                f"storage_options={storage_options!r}: checkpoints are written to a file system without any"
-            )
-        path = Path(self.broadcast(str(filepath)))
-        save = restore.save_file if self._consolidate else restore.save_folder
-        save(path, {**checkpoint_state, RUN_SEED: self._seed})
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Verify a checkpoint, load weights and optimizers in place on any number of ranks, return the rest.
-
-        Raises:
-            CheckpointError: damaged, incomplete, or of another model; no weight was touched.
-        """
-        path = Path(self.broadcast(str(checkpoint_path)))
-        weights_only = weights_only if weights_only is not None else getattr(self._launcher, "weights_only", None)
-        with self._stored_weights() as module:
-            strict = self.lightning_module.strict_loading  # type: ignore[union-attr]
-            rest = restore.load(path, module, self.optimizers, strict, weights_only)
-        self._weights_changed()
-        if hasattr(self.precision_plugin, "on_weights_loaded"):  # e.g. scales that are kept of them
-            self.precision_plugin.on_weights_loaded(self.model)
-        self._seed = int(rest.pop(RUN_SEED, self._seed))
-        return rest
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a checkpoint, folder or file, on rank 0; a crash leaves no half of it under its name."""
-        try:
-            if self.is_global_zero:
-                commit.remove(Path(filepath))
-        except OSError as error:  # on one rank, in the middle of training
-            rank_zero_warn(f"cannot remove the checkpoint {filepath}: {error}")

@@ -1,0 +1,93 @@
+"""The half of `FSDPCompileStrategy` that saves and loads: from the live module to `restore` and back.
+
+What is saved are the weights as the optimizer sees them, by parameter name; what is loaded is checked before a weight is
+touched. How a checkpoint gets its name and when it is made is the business of callbacks.
+"""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_fms.distributed import commit, restore, state
+from lightning_fms.distributed.commit import CheckpointError
+
+RUN_SEED = "run_seed"  # key in a checkpoint's plain state
+
+
+class SavingStrategy(ModelParallelStrategy):
+    """Saves committed checkpoints, and loads them on any number of ranks.
+
+    Attributes:
+        save_errors: What a failed save raises, on all ranks; nothing was overwritten, and it can be tried again.
+    """
+
+    save_errors: tuple[type[Exception], ...] = (CheckpointError,)
+    _consolidate: bool
+    _seed: int
+
+    def _stored_weights(self) -> AbstractContextManager[torch.nn.Module]:
+        """The module with the weights that the optimizers step."""
+        raise NotImplementedError
+
+    def _weights_changed(self) -> None:
+        """Notice that weights are others now."""
+        raise NotImplementedError
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Weights under clean names, as shards (or whole, for 'consolidated'; rank 0 only)."""
+        with self._stored_weights() as module:
+            return self._for_format(state.module_state(module))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State by parameter name, read without changing it."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        with self._stored_weights() as module:
+            return self._for_format(state.optimizer_state(module, optimizer))
+
+    def _for_format(self, value: dict[str, Any]) -> dict[str, Any]:
+        return state.gather_whole(value, keep=self.is_global_zero) if self._consolidate else value
+
+    def save_checkpoint(self, checkpoint_state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a committed checkpoint folder, or one plain file. Called on all ranks.
+
+        Raises:
+            CheckpointError: a rank could not write; nothing was overwritten.
+            ValueError: a path that cannot be a checkpoint.
+        """
+        if storage_options is not None:
+            raise ValueError(
+                f"storage_options={storage_options!r}: checkpoints are written to a file system without any"
+            )
+        path = Path(self.broadcast(str(filepath)))
+        save = restore.save_file if self._consolidate else restore.save_folder
+        save(path, {**checkpoint_state, RUN_SEED: self._seed})
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Verify a checkpoint, load weights and optimizers in place on any number of ranks, return the rest.
+
+        Raises:
+            CheckpointError: damaged, incomplete, or of another model; no weight was touched.
+        """
+        path = Path(self.broadcast(str(checkpoint_path)))
+        weights_only = weights_only if weights_only is not None else getattr(self._launcher, "weights_only", None)
+        with self._stored_weights() as module:
+            strict = self.lightning_module.strict_loading  # type: ignore[union-attr]
+            rest = restore.load(path, module, self.optimizers, strict, weights_only)
+        self._weights_changed()
+        if hasattr(self.precision_plugin, "on_weights_loaded"):  # e.g. scales that are kept of them
+            self.precision_plugin.on_weights_loaded(self.model)
+        self._seed = int(rest.pop(RUN_SEED, self._seed))
+        return rest
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint, folder or file, on rank 0; a crash leaves no half of it under its name."""
+        try:
+            if self.is_global_zero:
+                commit.remove(Path(filepath))
+        except OSError as error:  # on one rank, in the middle of training
+            rank_zero_warn(f"cannot remove the checkpoint {filepath}: {error}")
