@@ -77,6 +77,8 @@ def loader_at(options: Mapping[str, Any], state: State | None = None) -> StreamL
         ValueError: If the options lack a source that the state draws from, or name another tokenizer.
     """
     options = {**options, "micro_batch_size": None, "num_workers": 0, "multiprocessing_context": None}
+    if options.get("on_error") == "quarantine":
+        options["on_error"] = "skip"  # the run has written down what it left out
     if state is None:
         return StreamLoader(**options)
     header, sources = state["header"], options["sources"]

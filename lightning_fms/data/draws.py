@@ -8,7 +8,6 @@ over the others. A document without tokens is a draw that is used up at once, an
 is to go on without it.
 """
 
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,18 +15,16 @@ import numpy as np
 
 from lightning_fms.data.cursor import LOOK_AHEAD
 from lightning_fms.data.mixture import neediest, segment
+from lightning_fms.data.quarantine import Where
 from lightning_fms.data.segments import Segment, Unsearchable
 from lightning_fms.data.sources import DocumentError
 
 if TYPE_CHECKING:
     from lightning_fms.data.stream import Recipe
 
-_log = logging.getLogger(__name__)
-
 _FRUITLESS_EPOCHS = 1000
 _NEVER = 1 << 62
 _HALF = 32
-_TOLD = 5  # documents left out that a process tells of
 _LOW = (1 << _HALF) - 1
 
 
@@ -296,8 +293,9 @@ class Draws:
             try:
                 found = self._segment(source).find(position)
             except Unsearchable as error:
-                if read and (error.new or self.recipe.on_error == "raise"):
-                    self._give_up(source, error, count=error.counts)
+                if read and (error.new or self.recipe.left_out.on_error == "raise"):
+                    self._give_up(source, error.span, error, ref=None)
+                    self.row[self.recipe.columns.skipped] += error.counts
                 self._position[source], drawn.hole = error.behind, error.alone
                 break
             if found is None:
@@ -320,29 +318,25 @@ class Draws:
     def _read(self, drawn: Drawn, place: Place) -> None:
         """Read a document into its draw; it stays used up if nothing is in it."""
         try:
-            document = self._segment(place.source).read(place.file, place.start, place.ref)
-        except DocumentError as error:  # it names the file
-            self._give_up(place.source, error)
-            return
-        try:
-            drawn.content, drawn.length, cut = self.recipe.prepare(document)
+            document = self._segment(place.source).read(place.file, place.start, place.ref)  # an error names the file
+            try:
+                drawn.content, drawn.length, cut = self.recipe.prepare(document)
+            except DocumentError as error:
+                path = self.recipe.sources[self._name(place.source)].listing.path(place.file)
+                raise DocumentError(f"{path}: at {place.start}: {error}") from None
         except DocumentError as error:
-            path = self.recipe.sources[self._name(place.source)].listing.path(place.file)
-            self._give_up(place.source, DocumentError(f"{path}: at {place.start}: {error}"))
+            self._give_up(place.source, (place.file, place.start, None), error, place.ref)
+            self.row[self.recipe.columns.skipped] += 1
             return
         drawn.used, drawn.place = drawn.length == 0, place
         self._fruitful[place.source] = place.epoch if drawn.length else self._fruitful[place.source]
         self.row[self.recipe.columns.cut] += cut
 
-    def _give_up(self, source: int, error: DocumentError, count: bool = True) -> None:
-        """Raise, or count the document as skipped, as the recipe says; tell of the first few."""
-        if self.recipe.on_error == "raise":
-            raise DocumentError(f"source {self._name(source)!r}: {error}") from None
-        self.row[self.recipe.columns.skipped] += count
-        self.recipe.told += 1
-        if self.recipe.told <= _TOLD:
-            more = "; further ones are only counted" if self.recipe.told == _TOLD else ""
-            _log.warning("left out: source %r: %s%s", self._name(source), error, more)
+    def _give_up(self, source: int, span: tuple[int, int, int | None], error: DocumentError, ref: int | None) -> None:
+        """Raise, or leave out what a `span` (file, start, stop) of a source holds, as the recipe says."""
+        name, (file, start, stop) = self._name(source), span
+        path = str(self.recipe.sources[name].listing.path(file))
+        self.recipe.left_out.give_up(Where(name, path, start, stop, ref, self.index, self._epoch[source]), error)
 
     def _turn(self, source: int) -> None:
         """Begin the next epoch of a source."""
@@ -350,9 +344,11 @@ class Draws:
         self._position[source] = 0
         self._later[source] = self._later[source] or self.recipe.shuffle_window
         fruitless = self._epoch[source] - self._fruitful[source]
+        name, left_out = self._name(source), self.recipe.left_out
+        if fruitless > 1:  # the first may have begun behind its last document
+            left_out.warn_fruitless(name, self.index)
         if fruitless > _FRUITLESS_EPOCHS + 64 * self.recipe.streams:
-            name = self._name(source)
-            raise ValueError(f"source {name!r}: no document with a token in {fruitless} epochs")
+            raise ValueError(f"source {name!r}: no document with a token in {fruitless} epochs: {left_out.found(name)}")
 
     def _name(self, source: int) -> str:
         return self.recipe.columns.sources[source]

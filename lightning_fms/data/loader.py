@@ -22,6 +22,7 @@ from lightning_fms.data.arguments import (
 )
 from lightning_fms.data.cursor import COUNTERS, VERSION, State, make_state
 from lightning_fms.data.items import Items, Reader
+from lightning_fms.data.left_out import LeftOut, OnError
 from lightning_fms.data.mixture import parse, segment
 from lightning_fms.data.packing import IGNORE, Batch, Concat
 from lightning_fms.data.resume import Settings, go_on, start
@@ -75,7 +76,9 @@ class StreamLoader:
         max_epochs: `{source: epochs}` after which it is no longer drawn; at least one source has no entry.
         multiprocessing_context: Start method of the workers; `None` is the platform's default.
         reader: For `packing="none"`: makes a row of an item (see `Reader`).
-        on_error: `"raise"` ends the run at a document that cannot be read; `"skip"` counts it and goes on.
+        on_error: `"raise"` ends the run at a document that cannot be read; `"skip"` counts it and goes on; `"quarantine"` also
+            writes it down.
+        quarantine: Folder for that: a file of JSON lines a process (see `Where`); needed with `on_error="quarantine"`.
         one_pass: Whether every document is read once, and rows are empty from then on (validation).
         listings: Folder that keeps, with the run, which files its sources had at the start. A run that goes on reads these: what
             is gone is a hole, new files are refused. `None`: any change of a source's files is refused at resume.
@@ -107,15 +110,15 @@ class StreamLoader:
         max_epochs: Mapping[str, int] | None = None,
         multiprocessing_context: str | None = None,
         reader: Reader | None = None,
-        on_error: Literal["raise", "skip"] = "raise",
+        on_error: OnError = "raise",
+        quarantine: str | Path | None = None,
         one_pass: bool = False,
         listings: str | Path | None = None,
         state: State | None = None,
     ) -> None:
         check_positive(seq_len=seq_len, max_document_tokens=max_document_tokens)
         check_shuffle_window(shuffle_window)
-        if on_error not in ("raise", "skip"):
-            raise ValueError(f"on_error={on_error!r} must be 'raise' or 'skip'")
+        self._left_out = LeftOut(on_error, quarantine, rank)
         of_tokens = {"bos": bos, "mask_first": mask_first, "max_document_tokens": max_document_tokens}
         self.packing = open_packing(packing, seq_len, reader, of_tokens)
         check_whole(0, num_workers=num_workers)
@@ -135,7 +138,7 @@ class StreamLoader:
         caps = dict.fromkeys(self._sources, 1) if one_pass else dict(max_epochs or {})
         self._max_epochs = checked_caps(caps, list(self._sources))
         self._asked_streams = num_streams
-        self.seq_len, self.seed, self._on_error, self._one_pass = seq_len, seed, on_error, one_pass
+        self.seq_len, self.seed, self._one_pass = seq_len, seed, one_pass
         self._documents: dict[str, Any] = {
             "shuffle_window": shuffle_window,
             "eos": eos,
@@ -171,7 +174,7 @@ class StreamLoader:
             check_supply(history[segment(history, self._first_row) :], self._max_epochs)
         self._recipe = Recipe(
             self._sources, self._columns, self.tokenizer, history, self.packing, self.seed, streams,
-            max_epochs=self._max_epochs, on_error=self._on_error, one_pass=self._one_pass, **self._documents,
+            max_epochs=self._max_epochs, left_out=self._left_out, one_pass=self._one_pass, **self._documents,
         )  # fmt: skip
         self._owned = self.slots.owned()
         self._rows = begin.rows[self._owned]

@@ -18,6 +18,7 @@ from lightning_fms.data.audit import loader_at
 from lightning_fms.data.cursor import State, merge_states
 from lightning_fms.data.feed import Feed, steps_of_one_pass
 from lightning_fms.data.items import Reader
+from lightning_fms.data.left_out import OnError
 from lightning_fms.data.link import LoaderLink, LossWeight
 from lightning_fms.data.loader import StreamLoader
 from lightning_fms.data.report import describe, lost_documents, merged_mix
@@ -54,7 +55,7 @@ class RescalableDataModule(pl.LightningDataModule):
         rank: Data rank, where no strategy says it.
         world_size: Number of data ranks, where no strategy says it.
         mixture, packing, seed, num_workers, num_streams, shuffle_window, eos, bos, mask_first, max_document_tokens,
-            max_epochs, multiprocessing_context, reader, on_error, listings: See `StreamLoader`.
+            max_epochs, multiprocessing_context, reader, on_error, quarantine, listings: See `StreamLoader`.
 
     Raises:
         ValueError: If an argument is impossible, or does not agree with the trainer's.
@@ -80,7 +81,8 @@ class RescalableDataModule(pl.LightningDataModule):
         max_epochs: Mapping[str, int] | None = None,
         multiprocessing_context: str | None = None,
         reader: Reader | None = None,
-        on_error: Literal["raise", "skip"] = "raise",
+        on_error: OnError = "raise",
+        quarantine: str | Path | None = None,
         listings: str | Path | None = None,
         val_sources: Mapping[str, Any] | None = None,
         val_steps: int = 8,
@@ -105,7 +107,7 @@ class RescalableDataModule(pl.LightningDataModule):
         self._everywhere: dict[str, Any] = {
             "seq_len": seq_len, "global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size,
             "tokenizer": self.tokenizer, "packing": packing, "seed": seed, "num_streams": num_streams,
-            "shuffle_window": shuffle_window, "reader": reader, "on_error": on_error,
+            "shuffle_window": shuffle_window, "reader": reader, "on_error": on_error, "quarantine": quarantine,
             "eos": eos, "bos": bos, "mask_first": mask_first, "max_document_tokens": max_document_tokens,
         }  # fmt: skip
         self._training: dict[str, Any] = {

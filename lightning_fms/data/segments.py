@@ -36,12 +36,16 @@ _INDEX_MASK = (1 << _INDEX_BITS) - 1
 class Unsearchable(DocumentError):
     """A range of a file in which documents cannot be found.
 
-    behind: the position to go on from. alone: whether no other file takes turns with this one; then all of it is passed over,
-    otherwise its turn is. counts: whether the stream comes to the range for the first time. new: whether this segment does.
+    span: which: file, start, stop. behind: the position to go on from. alone: whether no other file takes turns with this one;
+    then all of it is passed over, otherwise its turn is. counts: whether the stream comes to the range for the first time. new:
+    whether this segment does.
     """
 
-    def __init__(self, error: DocumentError, behind: int, alone: bool, counts: bool, new: bool) -> None:
+    def __init__(
+        self, error: DocumentError, span: tuple[int, int, int], behind: int, alone: bool, counts: bool, new: bool
+    ) -> None:
         super().__init__(str(error))
+        self.span = span
         self.behind, self.alone, self.counts, self.new = behind, alone, counts, new
 
 
@@ -151,7 +155,9 @@ class Segment:
                     if new or self._longest() > turn:
                         alone = len(self._parts) == 1
                         behind = (window + 1) << _INDEX_BITS if alone else window << _INDEX_BITS | index + 1
-                        raise Unsearchable(part, behind, alone, counts=alone or turn == 0, new=new)
+                        piece, start, stop = self._ranges[which]
+                        span = int(self._files[piece]), start, stop
+                        raise Unsearchable(part, span, behind, alone, counts=alone or turn == 0, new=new)
                 elif turn < len(part.order):
                     document = part.order[turn]
                     start, ref = part.base + int(part.starts[document]), int(part.refs[document])

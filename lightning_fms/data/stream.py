@@ -6,13 +6,14 @@ row makes the same next row, on any rank, in any worker, in any run that goes on
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from lightning_fms.data.cursor import Columns
 from lightning_fms.data.draws import Draws
 from lightning_fms.data.items import Items
+from lightning_fms.data.left_out import LeftOut
 from lightning_fms.data.mixture import History, phases, segment
 from lightning_fms.data.packing import Packing
 from lightning_fms.data.segments import SourceOrder
@@ -37,7 +38,7 @@ class Recipe:
         bos: Whether a document begins with BOS.
         max_document_tokens: Longer documents are cut there; `None` never cuts.
         max_epochs: Epochs after which a source is no longer drawn, by name; a source without an entry repeats for ever.
-        on_error: What happens to a document that cannot be read: the run ends, or it is counted and left out.
+        left_out: What happens to a document that cannot be read.
         one_pass: Whether rows are empty once every source has reached its `max_epochs`; otherwise that is an error.
     """
 
@@ -53,7 +54,7 @@ class Recipe:
     bos: bool = False
     max_document_tokens: int | None = None
     max_epochs: dict[str, int] = field(default_factory=dict)
-    on_error: Literal["raise", "skip"] = "raise"
+    left_out: LeftOut = field(default_factory=LeftOut)
     one_pass: bool = False
 
     def __post_init__(self) -> None:
@@ -61,7 +62,6 @@ class Recipe:
             name: SourceOrder(source, name, self.seed, self.streams) for name, source in self.sources.items()
         }
         self._phases: dict[tuple[int, ...], np.ndarray] = {}
-        self.told = 0  # documents left out so far, in this process
 
     @property
     def holds_tokens(self) -> bool:

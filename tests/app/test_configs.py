@@ -56,9 +56,9 @@ def test_a_smoke_run_is_short_whatever_the_experiment_says(experiment: str) -> N
 
 @pytest.mark.parametrize("chosen", [("data=text", *OWN_DATA), ("data=quickstart",)])
 def test_what_a_resume_may_change_needs_no_plus(chosen: tuple[str, ...]) -> None:
-    cfg = composed(*chosen, "data.on_error=skip", "data.max_epochs={web: 2}", "data.packing=best_fit")
+    cfg = composed(*chosen, "data.on_error=quarantine", "data.max_epochs={web: 2}", "data.packing=best_fit")
     check(cfg)
-    assert (cfg.data.on_error, cfg.data.max_epochs) == ("skip", {"web": 2})
+    assert (cfg.data.on_error, cfg.data.max_epochs) == ("quarantine", {"web": 2})
 
 
 def test_a_group_that_the_model_does_without_can_be_left_out() -> None:
@@ -87,7 +87,7 @@ def items(reader: str, root: Path) -> tuple[str, ...]:
 )
 def test_a_reader_comes_from_the_config(reader: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"n": 3}\n')
-    cfg = composed(*items(reader, tmp_path), "data.global_batch_size=2", "data.listings=null")
+    cfg = composed(*items(reader, tmp_path), "data.global_batch_size=2", "data.listings=null", "data.quarantine=null")
     check(cfg)
     data = instantiate(cfg.data, _convert_="all")
     data.setup("fit")

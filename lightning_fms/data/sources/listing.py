@@ -165,6 +165,8 @@ def _local(path: str | os.PathLike) -> Path:
 def _as_list(paths: Paths) -> list[str | os.PathLike]:
     if isinstance(paths, (str, os.PathLike)):
         return [paths]
+    if not isinstance(paths, Sequence) or not all(isinstance(path, (str, os.PathLike)) for path in paths):
+        raise ValueError(f"path={paths!r} is no path; give a file, folder, glob or address, or a list of them")
     if not paths:
         raise ValueError("a source's list of paths is empty; name at least one file, folder or glob")
     return list(paths)
