@@ -6,6 +6,7 @@ from lightning_fms.callbacks.data_trail import DataTrail
 from lightning_fms.callbacks.grad_norm import GradNorm
 from lightning_fms.callbacks.memory import Memory
 from lightning_fms.callbacks.progress import Progress
+from lightning_fms.callbacks.resilience import Resilience
 from lightning_fms.callbacks.sample import Sample
 from lightning_fms.callbacks.summary import Summary
 from lightning_fms.callbacks.throughput import Throughput
@@ -16,6 +17,7 @@ __all__ = [
     "GradNorm",
     "Memory",
     "Progress",
+    "Resilience",
     "Sample",
     "StepCheckpoint",
     "Summary",

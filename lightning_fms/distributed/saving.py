@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_fms.distributed import commit, restore, state
+from lightning_fms.distributed import checkpoint, commit, restore, state
 from lightning_fms.distributed.commit import CheckpointError
 
 RUN_SEED = "run_seed"  # key in a checkpoint's plain state
@@ -83,6 +83,10 @@ class SavingStrategy(ModelParallelStrategy):
             self.precision_plugin.on_weights_loaded(self.model)
         self._seed = int(rest.pop(RUN_SEED, self._seed))
         return rest
+
+    def is_complete(self, path: Path) -> bool:
+        """Whether a checkpoint was committed; a plain file is there as a whole or not at all."""
+        return checkpoint.is_committed(path) if path.is_dir() else path.is_file()
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint, folder or file, on rank 0; a crash leaves no half of it under its name."""
