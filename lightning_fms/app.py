@@ -5,40 +5,41 @@ seconds and leaves nothing behind: find what to resume, check the config, reserv
 """
 
 import logging
+import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import lightning as L
 import torch
-from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_fms.config_check import MISSING, ConfigError, check_targets
+from lightning_fms.launch.process_group import RESTART
+from lightning_fms.launch.result import Result, objective_in, write_result
 from lightning_fms.ranks import agree, launcher
+from lightning_fms.resume import find_former, is_given, longer_command, resume_command, root_of
 from lightning_fms.run_folder import (
     Reservation,
     RunRecord,
-    attempts,
     discard,
-    find,
     is_run,
-    locate,
     newest_checkpoint,
     reserve,
     reserve_given,
+    saved,
+    step_of,
 )
 
 VOCAB = "model.net.vocab_size"
-# The default of paths.root, which a command need not repeat.
-ROOT = "runs"
 # Arguments of the Trainer that have a group or a key of their own.
 SUPPLIED = {
     "strategy": "strategy=<option>",
@@ -58,7 +59,7 @@ _UNSHOWN_WARNINGS = (
 )
 
 
-def train(cfg: DictConfig, overrides: list[str]) -> L.Trainer:
+def train(cfg: DictConfig, overrides: list[str]) -> float | None:
     """Train as the config says.
 
     Args:
@@ -66,16 +67,15 @@ def train(cfg: DictConfig, overrides: list[str]) -> L.Trainer:
         overrides: the command line that it was composed from.
 
     Returns:
-        The trainer, after the fit.
+        The objective: the metric that `objective` names, as it was logged last.
 
     Raises:
         ConfigError: for a mistake in the config, before anything is built.
         ValueError: for a value that a part refuses.
     """
     quiet()
-    former = agree("resume", lambda: _find_former(cfg))
-    if former["run"] and "experiment" not in _choices():
-        cfg, overrides = _recompose(Path(former["run"]), overrides)
+    _follow_launcher(cfg)
+    former = agree("resume", lambda: find_former(cfg))
     check(cfg)
     reserved: list[Reservation] = []  # On the rank that reserves.
     folder = former["run"] or agree("folder", lambda: _reserve(cfg, reserved))
@@ -106,7 +106,19 @@ def check(cfg: DictConfig) -> None:
     first = {group: plain[group] for group in ("trainer", "data", "optimizer", "scheduler") if group in plain}
     check_targets({**first, **plain}, supplied={VOCAB, *_filled_in(plain)})
     _check_supplied(cfg)
+    if cfg.objective_mode not in ("min", "max"):
+        raise ConfigError(f"objective_mode={cfg.objective_mode}: give min, or max where more is better")
     _check_processes(cfg)
+
+
+def _follow_launcher(cfg: DictConfig) -> None:
+    """Take the number of processes from torchrun where the config leaves it open: it can change with every restart."""
+    if not isinstance(launcher(), TorchElasticEnvironment):
+        return
+    if cfg.trainer.get("devices", "auto") == "auto":
+        cfg.trainer.devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    if cfg.trainer.get("num_nodes", 1) == 1:
+        cfg.trainer.num_nodes = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def _filled_in(plain: Mapping[Any, Any]) -> Iterator[str]:
@@ -147,58 +159,8 @@ def _check_processes(cfg: DictConfig) -> None:
         if basic and (processes > 1 or launcher() is not None):
             raise ConfigError(
                 f"-m with {processes} processes a job: the basic launcher would run every job in every process; "
-                "use trainer.devices=1, or start one command a job"
+                "leave out hydra/launcher=basic, or use trainer.devices=1"
             )
-
-
-def _choices() -> list[str]:
-    """Groups in which the command line chose something."""
-    chosen = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    return [override.lstrip("+~").split("=")[0].split("@")[0] for override in chosen]
-
-
-def _find_former(cfg: DictConfig) -> dict[str, str | None]:
-    """The run to go on with, and the checkpoint to load; runs on the first rank."""
-    if cfg.resume is None:
-        return {"run": None, "checkpoint": None}
-    if not isinstance(cfg.resume, str):
-        raise ConfigError(f"resume={cfg.resume}: give auto, null, or the path of a checkpoint or of a run")
-    if cfg.resume != "auto":
-        return {"run": None, "checkpoint": str(locate(Path(cfg.resume)))}
-    if not OmegaConf.is_missing(cfg.paths, "run"):
-        return _find_in(Path(cfg.paths.run))
-    root = Path(cfg.paths.root)
-    named = "experiment" in _choices() or "name" in _choices()
-    found = find(root, cfg.name if named else None)
-    if found is None and not named:
-        raise ConfigError(f"resume=auto: no run under {root}/ has a checkpoint; start one with experiment=<name>")
-    if found is None:
-        _say(f"resume=auto: no checkpoint of {cfg.name} under {root}/, so this run starts at step 0")
-        return {"run": None, "checkpoint": None}
-    _say(f"resume=auto: goes on from {found[1]}")
-    return {"run": str(found[0]), "checkpoint": str(found[1])}
-
-
-def _find_in(run: Path) -> dict[str, str | None]:
-    """The same for a given folder; a run that ended before its first checkpoint starts again in its folder."""
-    checkpoint = newest_checkpoint(run) if is_run(run) else None
-    if checkpoint is None:
-        _say(f"resume=auto: no checkpoint in {run}/, so this run starts at step 0")
-    else:
-        _say(f"resume=auto: goes on from {checkpoint}")
-    return {"run": str(run) if is_run(run) else None, "checkpoint": str(checkpoint) if checkpoint else None}
-
-
-def _recompose(run: Path, overrides: list[str]) -> tuple[DictConfig, list[str]]:
-    """The config of a run with the command line on top."""
-    keys = {_key(override) for override in overrides}
-    before = [o for o in attempts(run)[-1]["overrides"] if _key(o) not in keys and _key(o) != "resume"]
-    merged = [*before, *overrides]
-    return compose("train", overrides=merged), merged
-
-
-def _key(override: str) -> str:
-    return override.lstrip("+~").split("=")[0]
 
 
 def _reserve(cfg: DictConfig, reserved: list[Reservation]) -> str:
@@ -206,7 +168,8 @@ def _reserve(cfg: DictConfig, reserved: list[Reservation]) -> str:
     if OmegaConf.is_missing(cfg.paths, "run"):
         reserved.append(reserve(Path(cfg.paths.root), cfg.name))
     else:
-        reserved.append(reserve_given(Path(cfg.paths.run), resume=cfg.resume == "auto"))
+        restarted = os.environ.get(RESTART, "0") != "0"
+        reserved.append(reserve_given(Path(cfg.paths.run), resume=cfg.resume == "auto" or restarted))
     return str(reserved[0].folder)
 
 
@@ -215,20 +178,64 @@ def data_module(cfg: DictConfig) -> Any:
     return instantiate(cfg.data, _convert_="all")
 
 
-def _fit(cfg: DictConfig, overrides: list[str], folder: Path, checkpoint: str | None) -> L.Trainer:
+def lightning_module(cfg: DictConfig) -> Any:
+    """Build the LightningModule of a config, on the device that is the default."""
+    return instantiate(cfg.model, _convert_="all")
+
+
+def plugin(cfg: DictConfig) -> Any:
+    """Build what a group's config names, e.g. `cfg.precision` or `cfg.hardware`."""
+    return instantiate(cfg, _convert_="all")
+
+
+def _fit(cfg: DictConfig, overrides: list[str], folder: Path, checkpoint: str | None) -> float | None:
     with open_dict(cfg):
         cfg.paths.run = str(folder)
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     datamodule = data_module(cfg)
     _fill_vocabulary(cfg, datamodule)
     with torch.device("meta") if cfg.meta_init else nullcontext():
-        module = instantiate(cfg.model, _convert_="all")
+        module = lightning_module(cfg)
     trainer = _trainer(cfg, RunRecord(folder, cfg, overrides))
     started = time.monotonic()
-    trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint)
+    try:
+        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint)
+    except SystemExit as stop:
+        if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning leaves with code 1.
+            raise Interrupted(_interrupted(trainer, cfg, folder)) from None
+        raise
+    seconds = time.monotonic() - started
     if trainer.is_global_zero:
-        print("\n".join(closing_lines(trainer, cfg, folder, time.monotonic() - started)), flush=True)
-    return trainer
+        print("\n".join(closing_lines(trainer, cfg, folder, seconds)), flush=True)
+    return _result(trainer, cfg, folder, seconds)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A Ctrl-C, with what to say about it; nothing on ranks other than the first."""
+
+
+def _interrupted(trainer: L.Trainer, cfg: DictConfig, folder: Path) -> str:
+    if not trainer.is_global_zero:
+        return ""
+    if not is_run(folder):
+        return "interrupted before the first step"
+    kept = saved(folder)
+    start = f"step {step_of(kept[0])}" if kept else "the start (no checkpoint was due yet)"
+    command = resume_command(cfg, folder, named=not kept)
+    return f"interrupted at step {trainer.global_step}; go on from {start} with: {command}"
+
+
+def _result(trainer: L.Trainer, cfg: DictConfig, folder: Path, seconds: float) -> float | None:
+    """Put what the run came to into its folder; the objective."""
+    metrics = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
+    result = Result(trainer.global_step, seconds, metrics, None)
+    keeps = trainer.is_global_zero and is_run(folder)
+    if keeps:  # Also if the objective turns out to be a mistake.
+        write_result(folder, result)
+    result = replace(result, objective=objective_in(metrics, cfg.objective))
+    if keeps:
+        write_result(folder, result)
+    return result.value
 
 
 def _fill_vocabulary(cfg: DictConfig, datamodule: Any) -> None:
@@ -283,6 +290,7 @@ def closing_lines(trainer: L.Trainer, cfg: DictConfig, folder: Path, seconds: fl
     results = "".join(f", {name} {value:.4f}" for name, value in metrics.items())
     experiment = HydraConfig.get().runtime.choices.get("experiment") if HydraConfig.initialized() else None
     chosen = f"experiment={experiment} " if experiment else ""
+    root = f"{root_of(cfg)} ".lstrip()
     checkpoint = newest_checkpoint(folder)
     return [
         f"{trainer.global_step} steps, {seconds:.0f} s{results}",
@@ -290,33 +298,10 @@ def closing_lines(trainer: L.Trainer, cfg: DictConfig, folder: Path, seconds: fl
         f"  checkpoint  {checkpoint or 'none'}",
         "",
         "Next:",
-        f"  tensorboard --logdir {folder if _is_given(cfg, folder) else cfg.paths.root}",
-        f"  {_resume_command(trainer, cfg, folder)}",
-        f"  fms-train -m {chosen}{_root(cfg)}optimizer.lr=1e-3,3e-3    # a sweep",
+        f"  tensorboard --logdir {folder if is_given(cfg, folder) else cfg.paths.root}",
+        f"  {longer_command(trainer, cfg, folder)}",
+        f"  fms-train -m {chosen}{root}optimizer.lr=1e-3,3e-3    # a sweep",
     ]
-
-
-def _resume_command(trainer: L.Trainer, cfg: DictConfig, folder: Path) -> str:
-    place = f"{quote(f'paths.run={folder}')} " if _is_given(cfg, folder) else _root(cfg)
-    longer = f"trainer.max_steps={2 * max(trainer.max_steps, trainer.global_step)}"
-    if trainer.max_steps < 1 and (trainer.max_epochs or 0) > 0:
-        longer = f"++trainer.max_epochs={2 * (trainer.max_epochs or 1)}"
-    more_devices = trainer.strategy.root_device.type == "cpu" or torch.cuda.device_count() > trainer.world_size
-    if trainer.world_size > 1 or not more_devices:
-        return f"fms-train resume=auto {place}{longer}    # goes on where it ended"
-    return f"fms-train resume=auto {place}trainer.devices=2 {longer}    # goes on where it ended, on two processes"
-
-
-def _is_given(cfg: DictConfig, folder: Path) -> bool:
-    return folder.parent != Path(cfg.paths.root) / cfg.name
-
-
-def _root(cfg: DictConfig) -> str:
-    return "" if cfg.paths.root == ROOT else f"{quote(f'paths.root={cfg.paths.root}')} "
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def quiet() -> None:

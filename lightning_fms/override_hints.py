@@ -16,8 +16,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 _REFUSED = re.compile(r"Could not override '([^']+)'")
-# Where a run may have chosen another config than the default.
-_GROUPS = ("data", "model", "optimizer", "scheduler", "strategy", "precision", "kernels", "callbacks", "logger")
+# Keys beside the groups.
+_PLAIN_KEYS = ("name", "seed", "resume", "meta_init", "objective", "objective_mode")
 
 
 def explain(message: str, overrides: Sequence[str]) -> str:
@@ -42,12 +42,6 @@ def explain(message: str, overrides: Sequence[str]) -> str:
 
 
 def _meant(key: str, overrides: Sequence[str]) -> str:
-    group = key.partition(".")[0]
-    if "resume=auto" in overrides and group in _GROUPS and not any(map(_chooses_group, overrides)):
-        return (
-            "overrides are checked before the run is found, here against the defaults; repeat what the run was started "
-            f"with: {group}=<name>, as data=text, or experiment=<name>"
-        )
     config = _composed([override for override in overrides if _chooses_group(override)])
     keys = list(_keys(OmegaConf.to_container(config, resolve=False)))
     if key.startswith("data.sources"):
@@ -63,7 +57,7 @@ def _meant(key: str, overrides: Sequence[str]) -> str:
 
 def _chooses_group(override: str) -> bool:
     key = override.partition("=")[0]
-    return "." not in key and not key.startswith(("+", "~")) and key not in ("name", "seed", "resume", "meta_init")
+    return "." not in key and not key.startswith(("+", "~")) and key not in _PLAIN_KEYS
 
 
 def _composed(choices: list[str]) -> DictConfig:

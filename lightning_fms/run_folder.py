@@ -3,7 +3,7 @@
 A new run gets a number of its own, so it can never overwrite or mix with an older one. A run that is resumed stays in
 its folder. The folder is reserved before anything is built, because loggers and checkpoints need the path, but it
 becomes a run only with `run.yaml`, written when the first batch has been trained; if a run fails before, what it made is
-removed, and nothing else. What is no run is never resumed and never counted as one.
+removed, and nothing else. What is no run is never resumed and never counted as one. `result.json` is added at the end.
 
 A folder that the user names may be anything, a project or a home. Only one that is missing or empty is taken, and it is
 marked, so that what a killed start left there is known as ours by the restart.
@@ -23,7 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_fms.config_check import ConfigError
 from lightning_fms.distributed.checkpoint import is_committed, latest_committed
-from lightning_fms.distributed.commit import CheckpointError, sync_folder, write_synced
+from lightning_fms.distributed.commit import CheckpointError, committed, sync_folder, write_synced
+from lightning_fms.launch.result import RESULT
 
 RECORD = "run.yaml"
 CHECKPOINTS = "checkpoints"
@@ -61,6 +62,7 @@ def reserve(root: Path, name: str) -> Reservation:
         try:
             path = folder / f"{number:03}"
             path.mkdir()
+            (path / RESERVED).touch()
             return Reservation(path, (*made, path))
         except FileExistsError:
             number += 1
@@ -166,8 +168,8 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def find(root: Path, name: str | None) -> tuple[Path, Path] | None:
-    """The newest run that has a checkpoint, and the checkpoint.
+def newest_run(root: Path, name: str | None) -> Path | None:
+    """The newest run that has saved something; whether it is whole is looked at when it is loaded.
 
     Args:
         root: folder of all runs.
@@ -179,11 +181,14 @@ def find(root: Path, name: str | None) -> tuple[Path, Path] | None:
         every = (run for folder in root.glob("*") for run in numbered(folder) if is_run(run))
         started = {run: _started(run) for run in every}
         runs = sorted((run for run in started if started[run]), key=lambda run: started[run], reverse=True)
-    for run in runs:
-        checkpoint = newest_checkpoint(run)
-        if checkpoint is not None:
-            return run, checkpoint
-    return None
+    return next((run for run in runs if saved(run)), None)
+
+
+def saved(run: Path) -> list[Path]:
+    """The checkpoints of a run, newest first, not verified."""
+    folder = run / CHECKPOINTS
+    files = [path for path in folder.glob("*.ckpt") if path.is_file()]
+    return sorted([*committed(folder), *files], key=step_of, reverse=True)
 
 
 def locate(path: Path) -> Path:
@@ -272,7 +277,8 @@ class RunRecord(L.Callback):
             write_synced(aside, OmegaConf.to_yaml(content).encode())
             aside.replace(self.folder / name)
             sync_folder(self.folder)
-        (self.folder / RESERVED).unlink(missing_ok=True)
+        for name in (RESERVED, RESULT):  # The latter of the attempt before.
+            (self.folder / name).unlink(missing_ok=True)
 
 
 def _attempts_so_far(folder: Path) -> list[dict[str, Any]]:

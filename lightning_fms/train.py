@@ -6,6 +6,7 @@ says `debug=trace`. Anything else is a mistake in code, the user's or ours, and 
 """
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -98,13 +99,13 @@ def report(error: Exception, with_traceback: bool = False) -> NoReturn:
 
 
 @hydra.main(config_path=CONFIG_PATH, config_name=CONFIG_NAME, version_base=VERSION_BASE)
-def task(cfg: DictConfig) -> None:
-    """One job: a run, or one of a multirun."""
+def task(cfg: DictConfig) -> float | None:
+    """One job: a run, or one of a multirun; its objective."""
     # Torch and Lightning take seconds to import, which a misspelled override should not cost.
     from lightning_fms.app import train  # noqa: PLC0415
 
     try:
-        train(cfg, list(HydraConfig.get().overrides.task))
+        return train(cfg, list(HydraConfig.get().overrides.task))
     except Exception as error:
         # Not raised on: Hydra would add a line of its own.
         report(error, with_traceback=cfg.debug.traceback)
@@ -115,12 +116,29 @@ def main() -> None:
     # Hydra raises what is wrong with a config instead of printing it, so that all errors have one form.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
+        sys.argv[1:] = _completed(sys.argv[1:])
         task()
     except HydraException as error:
         overrides = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
         report(HydraException(explain(one_line(error), overrides)))
+    except KeyboardInterrupt as error:
+        # Ranks other than the first have nothing to say.
+        said = str(error) if type(error).__name__ == "Interrupted" else "interrupted"
+        if said:
+            print(f"\nfms-train: {said}", file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGINT)
     except Exception as error:
         report(error)
+
+
+def _completed(words: list[str]) -> list[str]:
+    """A command line with the settings of the run that it goes on with."""
+    if not any(word.startswith("resume=") for word in words):
+        return words
+    # Finding a run takes Torch too.
+    from lightning_fms.resume import with_settings_of_run  # noqa: PLC0415
+
+    return with_settings_of_run(words)
 
 
 if __name__ == "__main__":

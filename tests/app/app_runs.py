@@ -1,11 +1,14 @@
 """Runs of the app: in this process for speed, or as a user starts it."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
 
 from lightning_fms.train import main
 
@@ -24,6 +27,17 @@ SHORT = (
     "callbacks.checkpoint.every_n_steps=2",
     "callbacks.sample.generate.max_new_tokens=4",
 )
+
+
+class Interrupting(Callback):
+    """A Ctrl-C in the terminal, which every process gets, at some step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def clean_environment() -> dict[str, str]:

@@ -14,7 +14,6 @@ from lightning_fms.override_hints import explain
         ("Could not override 'data.sources.code'.", ["data.sources.code={path: a}"], "code={path: a}: this data config has"),
         ("Could not override 'zzzz'.", [], "+zzzz=<value> would add it"),
         ("mismatched input '='", ["resume=runs/step=6.ckpt"], "quotes around it: \"resume='runs/step=6.ckpt'\""),
-        ("Could not override 'data.packing'.", ["resume=auto", "data.packing=none"], "data=<name>, as data=text, or experiment="),
         ("Could not override 'data.seqlen'.", ["resume=auto", "data=text"], "did you mean data.seq_len?"),
         ("something else", ["a=b"], "something else"),
     ],

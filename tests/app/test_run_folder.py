@@ -13,12 +13,13 @@ from lightning_fms.run_folder import (
     RECORD,
     attempts,
     discard,
-    find,
     locate,
     newest_checkpoint,
+    newest_run,
     numbered,
     reserve,
     reserve_given,
+    saved,
 )
 
 
@@ -58,15 +59,16 @@ def test_a_folder_without_training_is_removed_with_its_empty_parents(tmp_path: P
 
 
 def test_the_newest_run_with_a_checkpoint_is_found_by_name_or_among_all(tmp_path: Path) -> None:
-    assert find(tmp_path, None) is None
+    assert newest_run(tmp_path, None) is None
     first = make_run(tmp_path, "a", "2026-01-03T00:00:00", 5, 20)
     make_run(tmp_path, "a", "2026-01-04T00:00:00")
     reserve(tmp_path, "a")
     other = make_run(tmp_path, "b", "2026-01-01T00:00:00", 1)
-    assert find(tmp_path, "a") == (first, first / "checkpoints" / "step-20.ckpt")
-    assert find(tmp_path, "b") == (other, other / "checkpoints" / "step-1.ckpt")
-    assert find(tmp_path, None) == find(tmp_path, "a")
-    assert find(tmp_path, "c") is None
+    assert newest_run(tmp_path, "a") == first
+    assert saved(first)[0] == newest_checkpoint(first) == first / "checkpoints" / "step-20.ckpt"
+    assert newest_run(tmp_path, "b") == other
+    assert newest_run(tmp_path, None) == first
+    assert newest_run(tmp_path, "c") is None
     assert attempts(first)[-1]["overrides"] == ["name=a"]
 
 
@@ -145,7 +147,5 @@ def test_one_foreign_record_does_not_hide_the_other_runs(record: str, tmp_path: 
     run = make_run(tmp_path, "a", "2026-01-01", 1)
     foreign = make_run(tmp_path, "b", "2026-01-02", 1)
     (foreign / RECORD).write_text(record)
-    found = find(tmp_path, None)
-    assert found is not None
-    assert found[0] == run
+    assert newest_run(tmp_path, None) == run
     assert f"passing over {foreign / RECORD}: is no record of a run" in capsys.readouterr().out

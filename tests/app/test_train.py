@@ -1,5 +1,6 @@
 """`fms-train`: a run and what it leaves, resuming it, and mistakes that leave nothing."""
 
+import signal
 from pathlib import Path
 from shutil import rmtree
 
@@ -10,6 +11,10 @@ from lightning.pytorch.callbacks import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_fms.distributed import latest_committed
+from lightning_fms.launch.result import read_result
+from lightning_fms.run_folder import attempts
+
+HERE = Path(__file__).parent
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # The app decides what a user sees; a test of its own looks at that.
 
@@ -65,6 +70,37 @@ def test_resume_auto_goes_on_in_the_same_folder_with_the_settings_of_the_run(mon
     assert latest_committed(Path("runs/quickstart/001/checkpoints")).name.startswith("step-6")
 
 
+def test_what_a_run_chose_need_not_be_chosen_again(monkeypatch, capsys) -> None:
+    Path("texts.jsonl").write_text('{"text": "some words"}\n' * 200)
+    own = ("data=text", "data.sources={web: texts.jsonl}", "data.tokenizer=bytes", "precision=fp32", "name=mine")
+    short = [o for o in SHORT if not o.startswith(("experiment", "callbacks.sample", "data.val"))]
+    assert call(monkeypatch, *own, *short, "trainer.accelerator=cpu") == 0
+    # None of these keys is in the default data config, or takes this value there.
+    changed = ("data.packing=best_fit", "data.sources.web={path: texts.jsonl}", "trainer.max_steps=6")
+    assert call(monkeypatch, "resume=auto", *changed) == 0
+    assert "goes on from runs/mine/001/checkpoints/step-4" in capsys.readouterr().out
+    assert call(monkeypatch, "resume=auto", "data.packin=none") == 2
+    assert "did you mean data.packing?" in capsys.readouterr().err
+    assert attempts(Path("runs/mine/001"))[-1]["overrides"][-1] == "paths.run=runs/mine/001"
+    Path("runs/mine/001").rename("runs/mine/007")
+    assert call(monkeypatch, "resume=auto", "trainer.max_steps=8") == 0
+    assert "goes on from runs/mine/007/checkpoints/step-6" in capsys.readouterr().out
+
+
+def test_a_run_leaves_what_it_came_to(monkeypatch, capsys) -> None:
+    assert call(monkeypatch, *SHORT) == 0
+    result = read_result(Path("runs/quickstart/001"))
+    assert result is not None
+    assert (result.objective, result.steps) == ("val_loss", 4)
+    assert result.value == scalars("runs/quickstart/001", "val_loss")[3]
+    assert result.metrics["loss"] == scalars("runs/quickstart/001", "loss")[3]
+    assert call(monkeypatch, *SHORT, "objective=accuracy") == 2
+    assert "objective=accuracy: the run logged no such metric; it logged" in capsys.readouterr().err
+    other = read_result(Path("runs/quickstart/002"))
+    assert other is not None
+    assert (other.objective, other.metrics.keys()) == (None, result.metrics.keys())
+
+
 def test_resume_auto_with_an_experiment_that_never_ran_starts_it(monkeypatch, capsys) -> None:
     assert call(monkeypatch, *SHORT, "resume=auto") == 0
     assert "starts at step 0" in capsys.readouterr().out
@@ -90,7 +126,8 @@ def test_resume_from_a_path_makes_a_new_run(monkeypatch) -> None:
         (["model.net.vocab_size=100"], "the tokenizer has 257 ids"),
         (["model.net.n_heads=5"], "n_heads=5"),
         (["data.seq_len=0"], "seq_len"),
-        (["trainer.devices=2", "data.global_batch_size=1", "hydra.mode=MULTIRUN"], "trainer.devices=1"),
+        (["trainer.devices=2", "hydra/launcher=basic", "hydra.mode=MULTIRUN"], "leave out hydra/launcher=basic"),
+        (["objective_mode=most"], "objective_mode=most: give min, or max"),
     ],
 )
 def test_a_mistake_is_one_line_exit_code_2_and_leaves_nothing(overrides, message, monkeypatch, capsys) -> None:
@@ -151,6 +188,53 @@ def test_the_closing_commands_go_on_with_this_run(monkeypatch, capsys) -> None:
     assert "tensorboard --logdir elsewhere" in out
     assert call(monkeypatch, "resume=auto", "paths.root=elsewhere", "++trainer.max_epochs=2") == 0
     assert "elsewhere/quickstart/001/checkpoints/step-4" in capsys.readouterr().out
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again_where_it_started(monkeypatch, capsys) -> None:
+    assert call(monkeypatch, *SHORT) == 0
+    more = ("resume=runs/quickstart/001", "trainer.max_steps=6")
+    assert call(monkeypatch, *SHORT, *more, "paths.run=mine") == 0
+    rmtree("mine/checkpoints")
+    capsys.readouterr()
+    assert call(monkeypatch, "resume=auto", "paths.run=mine") == 0
+    assert "goes on from runs/quickstart/001/checkpoints/step-4" in capsys.readouterr().out
+
+
+def interrupting(step: int) -> tuple[str, ...]:
+    return ("+callbacks.own._target_=app_runs.Interrupting", f"+callbacks.own.step={step}")
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (3, "interrupted at step 3; go on from step 2 with: fms-train resume=auto"),
+        (
+            1,
+            "interrupted at step 1; go on from the start (no checkpoint was due yet) with: "
+            "fms-train resume=auto paths.run=runs/quickstart/001",
+        ),
+        (0, "interrupted before the first step"),
+    ],
+)
+def test_a_ctrl_c_says_how_to_go_on(step: int, said: str, monkeypatch, capsys) -> None:
+    former = signal.getsignal(signal.SIGINT)
+    try:
+        assert call(monkeypatch, *SHORT, *interrupting(step)) == 130
+    finally:
+        signal.signal(signal.SIGINT, former)  # Lightning has it ignored from now on.
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1] == f"fms-train: {said}"
+    assert "Traceback" not in err
+    assert Path("runs").exists() == (step > 0)
+
+
+def test_a_ctrl_c_on_two_processes_is_said_once(tmp_path: Path) -> None:
+    two = start(
+        tmp_path, "-m", "lightning_fms.train", *SHORT, *interrupting(3), "trainer.devices=2", PYTHONPATH=str(HERE)
+    )
+    assert two.returncode == 130
+    assert two.stderr.count("interrupted at step 3; go on from step 2 with: fms-train resume=auto") == 1
+    assert "Traceback" not in two.stderr
 
 
 class Refusing(Callback):
