@@ -159,10 +159,14 @@ class StepCheckpoint(Checkpoint):
         complete = getattr(trainer.strategy, "is_complete", lambda path: True)
         found = []
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
-            match = re.fullmatch(r"step-(\d+)\.ckpt", path.name)
-            if match is not None and complete(path):
-                found.append(Saved(path, int(match[1]), path.stat().st_mtime, scores.get(path.name)))
+            step = _step_of(path.name)
+            if step is not None and complete(path):
+                found.append(Saved(path, step, path.stat().st_mtime, scores.get(path.name)))
         return found
+
+    def _is_past(self, name: str) -> bool:
+        step = _step_of(name)
+        return step is not None and step <= self.last_committed_step
 
     def _tidy(self, trainer: L.Trainer) -> None:
         """Note the score of the newest, and delete what need not stay; rank 0 alone, and no error of it stops a run."""
@@ -176,8 +180,15 @@ class StepCheckpoint(Checkpoint):
             for one in self.retention.superfluous(ours):
                 self._ours.discard(one.path.name)
                 trainer.strategy.remove_checkpoint(one.path)
+            if hasattr(trainer.strategy, "sweep"):
+                trainer.strategy.sweep(self._folder, self._is_past)
         except OSError as error:
             rank_zero_warn(f"{self._folder}: old checkpoints could not be tidied up: {error}")
+
+
+def _step_of(name: str) -> int | None:
+    match = re.fullmatch(r"step-(\d+)\.ckpt", name)
+    return int(match[1]) if match is not None else None
 
 
 def _is_trial(trainer: L.Trainer) -> bool:

@@ -19,7 +19,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def seal(folder: Path, files: dict[str, list[Any]], step: int) -> None:
     write_synced(manifest, json.dumps({"format": FORMAT_VERSION, "files": files}, indent=1, sort_keys=True).encode())
     sync_folder(folder)
     header = {"format": FORMAT_VERSION, "step": step, "time_ns": time.time_ns(), "manifest": digest(manifest)}
-    write_synced(folder / COMMIT, json.dumps(header).encode())
+    write_synced(folder / COMMIT, json.dumps({**header, "header": _header_digest(header)}).encode())
     sync_folder(folder)
 
 
@@ -78,6 +78,19 @@ def sweep(path: Path) -> None:
     """Delete what attempts that died have left of the checkpoint `path`, which is whole itself."""
     for leftover in hidden_versions(path):
         _destroy(leftover)
+
+
+def sweep_folder(folder: Path, of: Callable[[str], bool]) -> None:
+    """Delete what attempts that died have left in a folder of checkpoints.
+
+    Args:
+        folder: the checkpoints' folder.
+        of: whether nothing is needed any more of the checkpoint of this name but what stands under it.
+    """
+    for entry in list(folder.iterdir()):
+        match = _HIDDEN.fullmatch(entry.name)
+        if match is not None and of(match["name"]):
+            _destroy(entry)
 
 
 def remove(path: Path) -> None:
@@ -111,9 +124,7 @@ def verify(path: Path, names: Iterable[str] | None = None) -> dict[str, Any]:
     Raises:
         CheckpointError: not committed, a newer format, or a file that is missing, short, foreign or changed.
     """
-    header = _read_json(path / COMMIT, f"{path} was never committed")
-    if header.get("format") != FORMAT_VERSION:
-        raise CheckpointError(f"{path} has format {header.get('format')}; this version reads {FORMAT_VERSION}")
+    header = read_header(path)
     manifest = path / MANIFEST
     if not manifest.is_file() or digest(manifest) != header["manifest"]:
         raise CheckpointError(f"{path}: {MANIFEST} is missing or damaged")
@@ -132,6 +143,20 @@ def verify(path: Path, names: Iterable[str] | None = None) -> dict[str, Any]:
     return header
 
 
+def read_header(path: Path) -> dict[str, Any]:
+    """What COMMIT says: `format`, `step`, `time_ns`, `manifest` (a checksum).
+
+    Raises:
+        CheckpointError: not committed, a newer format, or a changed file.
+    """
+    header = _read_json(path / COMMIT, f"{path} was never committed")
+    if header.get("format") != FORMAT_VERSION:
+        raise CheckpointError(f"{path} has format {header.get('format')}; this version reads {FORMAT_VERSION}")
+    if header.pop("header", None) != _header_digest(header):
+        raise CheckpointError(f"{path}: the content of {COMMIT} has changed since it was saved")
+    return header
+
+
 def listed_files(path: Path) -> list[str]:
     """Names in the manifest, sorted; empty if there is no readable one."""
     try:
@@ -146,9 +171,9 @@ def committed(folder: Path) -> list[Path]:
     for entry in folder.iterdir() if folder.is_dir() else ():
         if entry.is_dir() and not entry.is_symlink() and (entry / COMMIT).is_file():
             try:
-                header = json.loads((entry / COMMIT).read_bytes())
+                header = read_header(entry)
                 found.append(((int(header["step"]), int(header["time_ns"])), entry))
-            except (ValueError, KeyError, TypeError, OSError):
+            except (ValueError, OSError):
                 found.append(((sys.maxsize, 0), entry))  # first in line, so that someone hears of it
     return [entry for _, entry in sorted(found, key=lambda item: item[0], reverse=True)]
 
@@ -208,6 +233,10 @@ def _destroy(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def _header_digest(header: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _read_json(file: Path, error: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ What is saved are the weights as the optimizer sees them, by parameter name; wha
 touched. How a checkpoint gets its name and when it is made is the business of callbacks.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,10 @@ class SavingStrategy(ModelParallelStrategy):
     def is_complete(self, path: Path) -> bool:
         """Whether a checkpoint was committed; a plain file is there as a whole or not at all."""
         return checkpoint.is_committed(path) if path.is_dir() else path.is_file()
+
+    def sweep(self, folder: Path, of: Callable[[str], bool]) -> None:
+        """Delete what killed attempts have left of checkpoints with such names; on one rank."""
+        commit.sweep_folder(folder, of)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint, folder or file, on rank 0; a crash leaves no half of it under its name."""

@@ -8,6 +8,7 @@ step that was committed; on the same number of ranks every later hash must be th
 
 import hashlib
 import json
+import logging
 import os
 import warnings
 from collections import defaultdict
@@ -148,6 +149,8 @@ def weight_hash(module: nn.Module) -> str:
 def train(plan: Plan, attempt: str, resume: Path | None, extra: tuple[pl.Callback, ...] = ()) -> None:
     """What each rank of an attempt does."""
     warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     torch.set_num_threads(1)
     pl.seed_everything(3, verbose=False)
     callbacks: list[pl.Callback] = [Books(plan, attempt), *extra]
