@@ -1,5 +1,6 @@
 """One concern a callback: what a run shows, measures and keeps while it trains."""
 
+from lightning_fms.callbacks.bad_steps import BadSteps
 from lightning_fms.callbacks.checkpoint import StepCheckpoint
 from lightning_fms.callbacks.data_mix import DataMix
 from lightning_fms.callbacks.data_trail import DataTrail
@@ -12,6 +13,7 @@ from lightning_fms.callbacks.summary import Summary
 from lightning_fms.callbacks.throughput import Throughput
 
 __all__ = [
+    "BadSteps",
     "DataMix",
     "DataTrail",
     "GradNorm",

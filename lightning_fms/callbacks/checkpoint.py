@@ -151,6 +151,11 @@ class StepCheckpoint(Checkpoint):
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step}.ckpt"
 
+    def newest(self, trainer: L.Trainer) -> tuple[int, Path] | None:
+        """The newest complete checkpoint of this run, and its step; the same on all ranks."""
+        step = int(trainer.strategy.broadcast(self.last_committed_step))
+        return (step, self._path(step)) if step >= 0 else None
+
     # -- what stays
 
     def _found(self, trainer: L.Trainer) -> list[Saved]:
