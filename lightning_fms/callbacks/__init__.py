@@ -5,10 +5,12 @@ from lightning_fms.callbacks.checkpoint import StepCheckpoint
 from lightning_fms.callbacks.data_mix import DataMix
 from lightning_fms.callbacks.data_trail import DataTrail
 from lightning_fms.callbacks.grad_norm import GradNorm
+from lightning_fms.callbacks.hang_watchdog import HangWatchdog
 from lightning_fms.callbacks.memory import Memory
 from lightning_fms.callbacks.progress import Progress
 from lightning_fms.callbacks.resilience import Resilience
 from lightning_fms.callbacks.sample import Sample
+from lightning_fms.callbacks.straggler import Straggler
 from lightning_fms.callbacks.summary import Summary
 from lightning_fms.callbacks.throughput import Throughput
 
@@ -17,11 +19,13 @@ __all__ = [
     "DataMix",
     "DataTrail",
     "GradNorm",
+    "HangWatchdog",
     "Memory",
     "Progress",
     "Resilience",
     "Sample",
     "StepCheckpoint",
+    "Straggler",
     "Summary",
     "Throughput",
 ]

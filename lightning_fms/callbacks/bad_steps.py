@@ -60,8 +60,8 @@ class BadSteps(L.Callback):
 
     Args:
         path: a file that gets a line of JSON for each bad step: `time`, `step` (counted from 0, as for `fms-data audit`),
-            `first_row`, `rows`, `loss`, `grad_norm`, `reason`, `action`, and for a rollback `restored`, the optimizer steps done at the
-            checkpoint. `None` keeps no record.
+            `first_row`, `rows`, `loss`, `grad_norm`, `reason`, `action`, and for a rollback `restored`, the optimizer steps done
+            at the checkpoint. `None` keeps no record.
         spike: robust z-score of the loss or the gradient norm from which a step is bad. `None` = only what is not finite. 20 is
             seldom wrong; a warm-up may need more.
         window: good steps that a spike is measured against; there are no spikes before there are so many.

@@ -7,6 +7,7 @@ seconds a rank. What a rank prints goes to a file of its own.
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -102,6 +103,10 @@ def _rank(rank: int, world: int, port: int, folder: Path, function: Callable[...
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    sys.stdout, sys.stderr = (
+        os.fdopen(1, "w", buffering=1),
+        os.fdopen(2, "w", buffering=1),
+    )  # pytest has put others there
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     os.environ.update(

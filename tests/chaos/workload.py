@@ -45,7 +45,7 @@ class Plan:
     step_zero: bool = False
     slow_s: float = 0.0
     deadline_s: float = 30.0
-    stock: bool = False
+    mask_first: bool = True
 
     @property
     def checkpoints(self) -> Path:
@@ -165,7 +165,7 @@ def train(plan: Plan, attempt: str, resume: Path | None, extra: tuple[pl.Callbac
     validation = {"val_sources": {"c": plan.corpus / "c"}, "val_steps": 3, "val_every_n_steps": plan.val_every}
     data = RescalableDataModule(
         sources={"p": plan.corpus / "p", "c": plan.corpus / "c"}, seq_len=SEQ_LEN, global_batch_size=BATCH,
-        micro_batch_size=plan.micro, mask_first=True, **(validation if plan.val_every else {}),
+        micro_batch_size=plan.micro, mask_first=plan.mask_first, **(validation if plan.val_every else {}),
     )  # fmt: skip
     trainer.fit(Small(), data, ckpt_path=resume)
 
