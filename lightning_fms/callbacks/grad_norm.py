@@ -18,11 +18,11 @@ from lightning_fms.callbacks.cadence import logging_due
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """2-norm of all gradients together, a scalar on their device; a collective where they are sharded."""
-    gradients = list(gradients)
-    # Plain tensors and DTensors do not mix in one foreach call.
-    plain = [g for g in gradients if not isinstance(g, DTensor)]
-    sharded = [g for g in gradients if isinstance(g, DTensor)]
-    norms = [torch.nn.utils.get_total_norm(kind) for kind in (plain, sharded) if kind]
+    # Plain tensors, and DTensors of different meshes, do not mix in one call.
+    kinds: dict[object, list[Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
+    norms = [torch.nn.utils.get_total_norm(kind) for kind in kinds.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 

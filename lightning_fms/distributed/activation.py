@@ -1,51 +1,115 @@
 """Activation checkpointing of blocks: recompute a block's forward in backward instead of keeping its activations.
 
-`full` recomputes every block (about a third more compute, activations of one block at a time), `selective` every n-th
-(a dial between the two). The block's `forward` is wrapped in place, so that parameter names stay what the user wrote.
-Applied before compilation: the compiler then sees the recomputation (`compile(checkpoint(block))`), while the reverse
-would hide the block's operations from it (pytorch/pytorch#161889).
+`full` recomputes every block (about a third more compute, activations of one block at a time). `selective` lies between: every
+n-th block, or, given operators to save, every block but for the outputs of those, which are the expensive ones: with matrix
+products and attention saved, what is recomputed is cheap elementwise work (arXiv:2205.05198). `budget` leaves the choice to
+the compiler, which solves for the cheapest recomputation that keeps a share of the activations.
+
+The block's `forward` is wrapped in place, so that parameter names stay what the user wrote. Applied before compilation: the
+compiler then sees the recomputation (`compile(checkpoint(block))`), while the reverse would hide the block's operations from
+it (pytorch/pytorch#161889).
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
+import torch._functorch.config as functorch_config
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-MODES = ("none", "full", "selective")
+MODES = ("none", "full", "selective", "budget")
+# What is worth keeping: products and attention. Some exist on GPUs only, or in some releases.
+COMPUTE = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten._scaled_mm",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+)
 
 
-def checkpoint_blocks(blocks: Mapping[str, nn.Module], mode: str = "none", every: int = 2) -> list[str]:
+def checkpoint_blocks(
+    blocks: Mapping[str, nn.Module], mode: str = "none", every: int = 2, save_ops: Sequence[str] | str | None = None
+) -> list[str]:
     """Wrap the `forward` of the chosen blocks in place; returns their names.
 
     Args:
         blocks: the model's blocks by name.
-        mode: `none`, `full`, or `selective`: every `every`-th block, the first one included.
+        mode: `none` and `budget` wrap nothing; `full`; `selective`: every `every`-th block, the first one included, or every
+            block if `save_ops` are given.
         every: distance of recomputed blocks under `selective`.
+        save_ops: operators whose outputs are kept under `selective`, as `aten.mm` or `library.name`; 'compute' is `COMPUTE`.
 
     Raises:
-        ValueError: an unknown mode, or `every` < 2.
+        ValueError: an unknown mode or operator, or `every` < 2.
     """
-    check_mode(mode, every)
-    step = {"none": 0, "full": 1, "selective": every}[mode]
+    check_mode(mode, every, save_ops)
+    step = {"none": 0, "budget": 0, "full": 1, "selective": 1 if save_ops else every}[mode]
     chosen = [name for i, name in enumerate(blocks) if step and i % step == 0]
+    context = functools.partial(create_selective_checkpoint_contexts, _overloads(save_ops)) if save_ops else None
     for name in chosen:
         block = blocks[name]
-        block.forward = _recomputed(block.forward)
+        block.forward = _recomputed(block.forward, context)
     return chosen
 
 
-def check_mode(mode: str, every: int) -> None:
-    """Refuse an unknown mode (ValueError)."""
+def check_mode(mode: str, every: int = 2, save_ops: Sequence[str] | str | None = None, budget: float = 0.5) -> None:
+    """Refuse what cannot be (ValueError)."""
     if mode not in MODES:
         raise ValueError(f"activation_checkpointing={mode!r}: choose one of {', '.join(MODES)}")
     if every < 2:
         raise ValueError(f"checkpoint_every={every}: 'selective' needs 2 or more ('full' is every block)")
+    if save_ops and mode != "selective":
+        raise ValueError(f"{save_ops=} does nothing under activation_checkpointing={mode!r}; set it to 'selective'")
+    if not 0 <= budget <= 1:
+        raise ValueError(f"activation_budget={budget}: give the share of the activations to keep, from 0 to 1")
+    if save_ops:
+        _overloads(save_ops)
 
 
-def _recomputed(forward):  # type: ignore[no-untyped-def]
+def set_budget(share: float) -> Callable[[], None]:
+    """Let the compiler keep this share of a graph's activations, in all graphs from now on; returns what undoes it."""
+    before = functorch_config.activation_memory_budget
+    functorch_config.activation_memory_budget = share
+
+    def undo() -> None:
+        functorch_config.activation_memory_budget = before
+
+    return undo
+
+
+def _overloads(names: Sequence[str] | str) -> list[Any]:
+    """The operators of some names in all their overloads."""
+    if isinstance(names, str):
+        if names != "compute":
+            raise ValueError(f"save_ops={names!r}: give 'compute', or a list of operators such as [aten.mm]")
+        found = [_overloads_of(name) for name in COMPUTE]
+    else:
+        found = [_overloads_of(name) for name in names]
+        for name, overloads in zip(names, found, strict=True):
+            if not overloads:
+                raise ValueError(
+                    f"save_ops: there is no operator {name!r} here; name one as torch.ops does, e.g. 'aten.mm'"
+                )
+    return [overload for overloads in found for overload in overloads]
+
+
+def _overloads_of(name: str) -> list[Any]:
+    library, _, operator = name.replace("::", ".").partition(".")
+    packet = getattr(getattr(torch.ops, library), operator, None) if operator else None
+    return [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+
+
+def _recomputed(forward, context):  # type: ignore[no-untyped-def]
+    options = {"context_fn": context} if context is not None else {}
+
     @functools.wraps(forward)
     def recomputed(*args, **kwargs):  # type: ignore[no-untyped-def]
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return recomputed

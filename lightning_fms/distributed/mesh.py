@@ -2,8 +2,8 @@
 
 Two numbers describe every data-parallel layout: `shard` ranks share one copy of the parameters (FSDP), `replicate` such
 groups hold a copy each (HSDP). `replicate=1` is plain FSDP, `shard=1` is DDP in the clothes of FSDP. Data ranks are the
-product of both: every rank of the mesh reads its own rows. The third dimension is kept at one until a tensor-parallel
-plan exists, so that code which asks the mesh for it finds it.
+product of both. `tensor` ranks split the matrices of one data rank between them, and read the same rows; they are
+neighbours, since they talk most.
 
 A layout that cannot be is refused from the plain integers, before a process is launched or a group is created.
 """
@@ -30,11 +30,19 @@ class MeshShape:
         return self.replicate * self.shard
 
     def __str__(self) -> str:
-        return f"replicate {self.replicate} x shard {self.shard}"
+        text = f"replicate {self.replicate} x shard {self.shard}"
+        return f"{text} x tensor {self.tensor}" if self.tensor > 1 else text
+
+    @property
+    def processes(self) -> int:
+        """Number of ranks."""
+        return self.data_parallel * self.tensor
 
 
-def check_mesh_arguments(replicate: int | str, shard: int | str) -> None:
+def check_mesh_arguments(replicate: int | str, shard: int | str, tensor: int = 1) -> None:
     """Refuse values that fit no number of processes (ValueError)."""
+    if not isinstance(tensor, int) or isinstance(tensor, bool) or tensor < 1:
+        raise ValueError(f"{tensor=}: give a number of ranks >= 1; 1 splits no matrices")
     for name, size in (("replicate", replicate), ("shard", shard)):
         if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"{name}={size!r}: give a number of ranks >= 1 or 'auto'")
@@ -42,24 +50,25 @@ def check_mesh_arguments(replicate: int | str, shard: int | str) -> None:
         raise ValueError("replicate='auto' and shard='auto': one of the two has to be a number, e.g. replicate=1")
 
 
-def resolve_mesh(world_size: int, replicate: int | str = 1, shard: int | str = "auto") -> MeshShape:
-    """Sizes for `world_size` processes; 'auto' takes what the other number leaves.
+def resolve_mesh(world_size: int, replicate: int | str = 1, shard: int | str = "auto", tensor: int = 1) -> MeshShape:
+    """Sizes for `world_size` processes; 'auto' takes what the other numbers leave.
 
     Raises:
         ValueError: the numbers do not multiply to `world_size`.
     """
-    check_mesh_arguments(replicate, shard)
-    asked = f"replicate={replicate!r} x shard={shard!r}"
+    check_mesh_arguments(replicate, shard, tensor)
+    asked = f"replicate={replicate!r} x shard={shard!r}" + (f" x tensor={tensor}" if tensor > 1 else "")
     if replicate == "auto":
-        replicate = _quotient(world_size, int(shard), asked)
+        replicate = _quotient(world_size, int(shard) * tensor, asked)
     elif shard == "auto":
-        shard = _quotient(world_size, int(replicate), asked)
-    if int(replicate) * int(shard) != world_size:
+        shard = _quotient(world_size, int(replicate) * tensor, asked)
+    shape = MeshShape(int(replicate), int(shard), tensor)
+    if shape.processes != world_size:
         raise ValueError(
-            f"{asked} needs {int(replicate) * int(shard)} processes, this run has {world_size}: "
+            f"{asked} needs {shape.processes} processes, this run has {world_size}: "
             f"change the number of devices, or set shard='auto'"
         )
-    return MeshShape(int(replicate), int(shard))
+    return shape
 
 
 def _quotient(world_size: int, size: int, asked: str) -> int:

@@ -1,12 +1,14 @@
 """Put a module on this rank's device(s) in the one order in which the pieces compose; torch only.
 
-    activation checkpointing -> compile each block -> shard each block, then the root -> materialise from meta on the way
+    activation checkpointing -> compile each block -> each block, then the root: materialise from meta, split between tensor
+    ranks, shard
 
 On one device nothing is wrapped; bf16 then means `master.MasterWeights`, with the numerics that FSDP2 has on many.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from lightning_fms.distributed.blocks import find_blocks
 from lightning_fms.distributed.compile import compile_blocks
 from lightning_fms.distributed.master import MasterWeights
 from lightning_fms.distributed.materialize import Materializer, check_materializable, on_meta
-from lightning_fms.distributed.mesh import fsdp_mesh
+from lightning_fms.distributed.mesh import TENSOR, fsdp_mesh
 from lightning_fms.distributed.report import SetupReport
 from lightning_fms.distributed.shard import (
     choose_groups,
@@ -28,6 +30,8 @@ from lightning_fms.distributed.shard import (
     shard_module,
     silence_view_warning,
 )
+from lightning_fms.distributed.tensor_parallel import Split, wait_at
+from lightning_fms.distributed.tensor_plan import Plan
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,19 @@ class Settings:
     compile_options: Mapping[str, Any] | None = None
     activation_checkpointing: str = "none"
     checkpoint_every: int = 2
+    save_ops: Sequence[str] | str | None = None
+    activation_budget: float = 0.5
     reshard_after_forward: bool = True
     cpu_offload: bool = False
+    tensor_plan: Plan | str = "auto"
 
     def __post_init__(self) -> None:
-        activation.check_mode(self.activation_checkpointing, self.checkpoint_every)
+        mode = self.activation_checkpointing
+        activation.check_mode(mode, self.checkpoint_every, self.save_ops, self.activation_budget)
+        if mode == "budget" and self.compile is False:
+            raise ValueError(
+                "activation_checkpointing='budget' is the compiler's choice, and compile=False: set compile=True"
+            )
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"compile={self.compile!r}: give True, False or 'auto'")
 
@@ -57,6 +69,7 @@ class Placed:
     masters: MasterWeights | None = None
     forwards: dict[nn.Module, tuple[Any, Any]] = field(default_factory=dict)
     restore_warnings: Callable[[], None] = lambda: None
+    restore_budget: Callable[[], None] = lambda: None
 
     def undo(self) -> None:
         """Give back the modules' own `forward` and the warnings. A sharded module stays sharded."""
@@ -67,6 +80,7 @@ class Placed:
                     module.forward = before
         self.forwards.clear()
         self.restore_warnings()
+        self.restore_budget()
 
 
 def place(
@@ -90,16 +104,25 @@ def place(
         masters: on one device, compute with bf16 copies of fp32 parameters.
 
     Raises:
-        ValueError: unknown block classes, or `meta` tensors without `reset_parameters`.
+        ValueError: unknown block classes, `meta` tensors without `reset_parameters`, or a tensor plan that does not fit.
     """
     blocks = find_blocks(module, settings.blocks)
     placed = Placed(SetupReport(blocks=list(blocks)))
     before = {m: m.__dict__.get("forward") for m in module.modules()}
     report = placed.report
     report.recomputed = activation.checkpoint_blocks(
-        blocks, settings.activation_checkpointing, settings.checkpoint_every
+        blocks, settings.activation_checkpointing, settings.checkpoint_every, settings.save_ops
     )
-    if settings.compile is True or (settings.compile == "auto" and device.type == "cuda"):
+    compiles = settings.compile is True or (settings.compile == "auto" and device.type == "cuda")
+    if settings.activation_checkpointing == "budget":
+        if not compiles:
+            raise ValueError(
+                f"activation_checkpointing='budget' is the compiler's choice, and compile={settings.compile!r} runs none "
+                f"on {device.type}: set compile=True"
+            )
+        placed.restore_budget = activation.set_budget(settings.activation_budget)
+        report.notes.append(f"activations: the compiler keeps {settings.activation_budget:.0%} of each block's")
+    if compiles:
         report.compiled = compile_blocks(blocks, settings.compile_options, settings.compile_strict, report.notes.append)
     if is_sharded(module):
         placed.restore_warnings = silence_view_warning()
@@ -130,6 +153,12 @@ def _shard(
 ) -> None:
     check_materializable(module)
     groups, notes = choose_groups(module, blocks)
+    split = None
+    if mesh[TENSOR].size() > 1:
+        plan = Split(module, settings.tensor_plan, mesh[TENSOR].size())
+        split = partial(plan.apply, mesh=mesh[TENSOR])
+        wait_at(blocks[name] for name in placed.report.compiled)
+        notes.append(f"split over {mesh[TENSOR].size()} tensor ranks: {len(plan)} modules, plan {plan.source}")
     placed.restore_warnings = silence_view_warning()
     shard_module(
         module,
@@ -140,6 +169,7 @@ def _shard(
         fsdp_policy,
         settings.reshard_after_forward,
         settings.cpu_offload,
+        split,
     )
     if not settings.cpu_offload:
         module.to(device)  # what is no parameter, e.g. the states of metrics

@@ -10,6 +10,7 @@
 sees stays fp32. A module has to be clean about dtypes, as under `bf16-true`; floating point batch entries are cast.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from lightning_fms.distributed.clip import clip_grad_norm
 
 
 class BF16Mixed(Precision):
@@ -40,7 +44,14 @@ def accept(plugin: Precision) -> Precision:
         )
     if precision not in ("32-true", "bf16-mixed", "bf16-true"):
         raise ValueError(f"precision={precision!r}: FSDPCompileStrategy takes '32-true', 'bf16-mixed' or 'bf16-true'")
-    return BF16Mixed() if type(plugin) is MixedPrecision else plugin
+    plugin = BF16Mixed() if type(plugin) is MixedPrecision else plugin
+    plugin.clip_grad_by_norm = partial(_clip_by_norm, plugin)  # type: ignore[method-assign]
+    return plugin
+
+
+def _clip_by_norm(plugin: Precision, optimizer: Optimizer, clip_val: int | float) -> None:
+    """In the place of `clip_grad_norm_`, which takes one mesh only."""
+    clip_grad_norm(plugin.main_params(optimizer), float(clip_val))
 
 
 def computes_in_bf16(plugin: Precision) -> bool:

@@ -62,6 +62,7 @@ def shard_module(
     policy: MixedPrecisionPolicy,
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
+    split: Callable[[Iterable[nn.Module], Mapping[nn.Module, str]], None] | None = None,
 ) -> None:
     """Apply `fully_shard` in place to each group and then to the root, and register the step methods.
 
@@ -75,6 +76,8 @@ def shard_module(
         reshard_after_forward: free a block's parameters after its forward and gather them again in backward (less
             memory, one more all-gather). The root is always kept until backward.
         cpu_offload: keep shards and optimizer state in host memory.
+        split: called with a group's modules, which are real by then, and the names of all modules: splits some between
+            tensor ranks.
     """
     offload = CPUOffloadPolicy(pin_memory=True) if cpu_offload else OffloadPolicy()
     names = {m: name for name, m in module.named_modules()}
@@ -84,6 +87,8 @@ def shard_module(
             group.forward = _unaliased(group.forward)
         members = [m for m in group.modules() if m not in done]
         _fill_or_copy(members, names, device, materializer)
+        if split is not None:
+            split(members, names)
         fully_shard(group, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
         done.update(members)
     for method in STEP_METHODS:

@@ -31,10 +31,12 @@ from lightning_fms.distributed import policy, rng, shard
 from lightning_fms.distributed.launcher import InProcessLauncher, ProcessLauncher
 from lightning_fms.distributed.manual import RootInStep
 from lightning_fms.distributed.master import MasterWeights
-from lightning_fms.distributed.mesh import MeshShape, build_mesh, check_mesh_arguments, resolve_mesh
+from lightning_fms.distributed.mesh import TENSOR, MeshShape, build_mesh, check_mesh_arguments, resolve_mesh
 from lightning_fms.distributed.place import Placed, Settings, place
 from lightning_fms.distributed.report import SetupReport
 from lightning_fms.distributed.saving import SavingStrategy
+from lightning_fms.distributed.tensor_parallel import check_repeated
+from lightning_fms.distributed.tensor_plan import Plan
 
 
 class FSDPCompileStrategy(SavingStrategy):
@@ -42,13 +44,18 @@ class FSDPCompileStrategy(SavingStrategy):
 
     Args:
         replicate: copies of the model (HSDP). 1: every rank shares one copy.
-        shard: ranks that share a copy; 'auto' takes what `replicate` leaves. `replicate * shard` is the number of devices.
+        shard: ranks that share a copy; 'auto' takes what the other two leave. `replicate * shard * tensor` is the number of
+            devices.
+        tensor: ranks that split each matrix between them and read the same rows (tensor parallelism); neighbours on one host.
+        tensor_plan: which module is split how, see `tensor_plan`: a mapping of names to styles, 'llama', or 'auto', which asks the
+            module and takes a plan that fits.
         blocks: class names of the repeated blocks; None finds them (see `blocks.find_blocks`).
         compile: compile each block; 'auto' on CUDA only (a first CPU compile takes half a minute and a C++ compiler).
         compile_strict: raise where a block cannot be compiled, instead of running its class uncompiled with a word.
         compile_options: keyword arguments for `torch.compile`.
-        activation_checkpointing: 'none', 'full', or 'selective' (every `checkpoint_every`-th block).
-        checkpoint_every: see above.
+        activation_checkpointing: 'none', 'full', 'selective' (every `checkpoint_every`-th block, or every block except the
+            outputs of `save_ops`), or 'budget': the compiler keeps a share of `activation_budget`. See `activation`.
+        checkpoint_every, save_ops, activation_budget: see above.
         reshard_after_forward: free a block's gathered parameters between forward and backward: less memory, one more
             all-gather.
         cpu_offload: keep shards and optimizer state in host memory (GPU only; wraps on one device, too).
@@ -56,6 +63,8 @@ class FSDPCompileStrategy(SavingStrategy):
             gradients are held meanwhile. False reduces every micro-batch.
         checkpoint_format: 'sharded', a committed folder that loads on any number of ranks; or 'consolidated', one plain
             Lightning file written by rank 0 (needs memory for the whole model). Both kinds are loaded.
+        allow_pickle: save also state (of callbacks, hyperparameters) that only `fit(weights_only=False)` can load, because that
+            executes code of its classes. False refuses it when it is saved.
         process_group_backend: None takes gloo on CPU and both NCCL and gloo on CUDA.
         timeout: of collectives.
 
@@ -72,30 +81,43 @@ class FSDPCompileStrategy(SavingStrategy):
         self,
         replicate: int | str = 1,
         shard: int | str = "auto",
+        tensor: int = 1,
+        tensor_plan: Plan | str = "auto",
         blocks: Sequence[str] | None = None,
         compile: bool | str = "auto",
         compile_strict: bool = False,
         compile_options: Mapping[str, Any] | None = None,
         activation_checkpointing: str = "none",
         checkpoint_every: int = 2,
+        save_ops: Sequence[str] | str | None = None,
+        activation_budget: float = 0.5,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         accumulate_without_reduce: bool = True,
         checkpoint_format: str = "sharded",
+        allow_pickle: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        check_mesh_arguments(replicate, shard)
+        check_mesh_arguments(replicate, shard, tensor)
         if checkpoint_format not in ("sharded", "consolidated"):
             raise ValueError(f"checkpoint_format={checkpoint_format!r}: give 'sharded' or 'consolidated'")
-        recomputed = activation_checkpointing, checkpoint_every
+        recomputed = activation_checkpointing, checkpoint_every, save_ops, activation_budget
         self._settings = Settings(
-            blocks, compile, compile_strict, compile_options, *recomputed, reshard_after_forward, cpu_offload
+            blocks,
+            compile,
+            compile_strict,
+            compile_options,
+            *recomputed,
+            reshard_after_forward,
+            cpu_offload,
+            tensor_plan,
         )
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self._replicate, self._shard = replicate, shard
+        self._replicate, self._shard, self._tensor = replicate, shard, tensor
+        self._repeated_checked = tensor == 1
         self._accumulate_without_reduce = accumulate_without_reduce
-        self._consolidate = checkpoint_format == "consolidated"
+        self._consolidate, self._allow_pickle = checkpoint_format == "consolidated", allow_pickle
         self.report = SetupReport()
         self._placed, self._root = Placed(), RootInStep()
         self._seed = 0
@@ -107,12 +129,12 @@ class FSDPCompileStrategy(SavingStrategy):
     @property
     def mesh_shape(self) -> MeshShape:
         """Sizes of the mesh for the number of processes of this run."""
-        return resolve_mesh(self.num_nodes * self.num_processes, self._replicate, self._shard)
+        return resolve_mesh(self.num_nodes * self.num_processes, self._replicate, self._shard, self._tensor)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Number of data ranks (replicate x shard) and this one."""
-        return {"num_replicas": self.mesh_shape.data_parallel, "rank": self.global_rank}
+        """Number of data ranks (replicate x shard) and this one; tensor ranks are neighbours and share one."""
+        return {"num_replicas": self.mesh_shape.data_parallel, "rank": self.global_rank // self._tensor}
 
     @property
     def precision_plugin(self) -> Precision:
@@ -126,7 +148,7 @@ class FSDPCompileStrategy(SavingStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         shape = self.mesh_shape  # an impossible mesh ends here, before a process is launched
-        if shape.data_parallel == 1 or self.cluster_environment.creates_processes_externally:
+        if shape.processes == 1 or self.cluster_environment.creates_processes_externally:
             self._launcher = InProcessLauncher()
         else:
             self._launcher = ProcessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -146,7 +168,7 @@ class FSDPCompileStrategy(SavingStrategy):
 
     @property
     def _wraps(self) -> bool:
-        return self.mesh_shape.data_parallel > 1 or self._settings.cpu_offload
+        return self.mesh_shape.processes > 1 or self._settings.cpu_offload
 
     def _get_process_group_backend(self) -> str:
         both = "cpu:gloo,cuda:nccl"  # offloaded shards and objects travel by gloo
@@ -278,16 +300,22 @@ class FSDPCompileStrategy(SavingStrategy):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step; also inside a manual step, hooks and clipping see the parameters that hold the gradients."""
-        if not self._in_training_step:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
         with ExitStack() as stack:
 
             def then_show_stored_weights() -> Any:
                 result = closure()
-                stack.enter_context(self._stored_weights())
+                if self._in_training_step:
+                    stack.enter_context(self._stored_weights())
+                self._check_repeated_gradients()
                 return result
 
             return super().optimizer_step(optimizer, then_show_stored_weights, model, **kwargs)
+
+    def _check_repeated_gradients(self) -> None:
+        """Once: what every tensor rank has a copy of has to learn the same on each."""
+        if not self._repeated_checked and self.model is not None and self.device_mesh is not None:
+            self._repeated_checked = True
+            check_repeated(self.model.named_parameters(), self.device_mesh[TENSOR])
 
     def _after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         stepped = {p for group in optimizer.param_groups for p in group["params"]}

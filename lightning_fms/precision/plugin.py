@@ -76,6 +76,11 @@ class FP8Precision(Precision):
         self._device = strategy.root_device if strategy is not None else next(module.parameters()).device
         self._check_machine()
         mesh = getattr(strategy, "mesh_shape", None)  # of a strategy that shards after this call, as only ours does
+        if mesh is not None and mesh.tensor > 1:
+            raise ValueError(
+                f"FP8Precision beside tensor parallelism (tensor={mesh.tensor}) has not been tested: set tensor=1 in the strategy, "
+                "or take precision bf16-mixed"
+            )
         shards = None if mesh is None else mesh.shard
         config = self.config
         if self.all_gather and shards in (None, 1):

@@ -47,6 +47,14 @@ def test_mesh_sizes_follow_from_the_number_of_processes() -> None:
     assert resolve_mesh(8, replicate=2) == MeshShape(2, 4)
     assert resolve_mesh(8, replicate="auto", shard=4) == MeshShape(2, 4)
     assert resolve_mesh(8, 2, 4).data_parallel == 8
+    assert resolve_mesh(8, tensor=4) == MeshShape(1, 2, 4)
+    assert resolve_mesh(8, replicate="auto", shard=2, tensor=2).data_parallel == 4
+    with pytest.raises(ValueError, match="replicate=1 x shard='auto' x tensor=3: 3 does not divide the 8 processes"):
+        resolve_mesh(8, tensor=3)
+    with pytest.raises(ValueError, match="x tensor=2 needs 4 processes, this run has 8"):
+        resolve_mesh(8, replicate=1, shard=2, tensor=2)
+    with pytest.raises(ValueError, match="tensor=0: give a number of ranks"):
+        resolve_mesh(8, tensor=0)
 
 
 def test_blocks_are_the_outermost_stacks_of_one_class_with_parameters() -> None:

@@ -255,7 +255,7 @@ def test_16_mixed_is_refused() -> None:
         ({"replicate": 2, "shard": 2}, "needs 4 processes, this run has 2"),
         ({"replicate": 0}, "replicate=0"),
         ({"replicate": "auto"}, "one of the two"),
-        ({"activation_checkpointing": "budget"}, "choose one of none, full, selective"),
+        ({"activation_checkpointing": "half"}, "choose one of none, full, selective, budget"),
         ({"compile": "yes"}, "compile='yes'"),
         ({"checkpoint_format": "zip"}, "checkpoint_format='zip'"),
     ],
