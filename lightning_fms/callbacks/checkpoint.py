@@ -3,6 +3,8 @@
 How a checkpoint is written is the strategy's business. `ModelCheckpoint` leaves out the end of a run unless its last step is
 a multiple, writes everything twice for `save_last`, and counts what it has asked for, not what is there. Here a failed save
 costs a warning and is tried again, the last of a run excepted, and nothing is deleted before something newer is complete.
+A strategy that saves in the background is asked for the outcome beside the steps (see `agreement`), so that all ranks learn of it
+at the same one.
 """
 
 import json
@@ -15,12 +17,15 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
 
+from lightning_fms.callbacks.agreement import agreement_of, end_agreement
 from lightning_fms.callbacks.cadence import StepClock
 from lightning_fms.callbacks.retention import Retention, Saved
 from lightning_fms.callbacks.save_schedule import SaveSchedule
 
 SCORES = "scores.json"
+_SAVING = "saving"
 # At the end of a run, or before it stops, there is no later step to try again at.
 _LAST_TRIES, _LAST_WAIT_S = 3, 1.0
 
@@ -37,6 +42,8 @@ class StepCheckpoint(Checkpoint):
         monitor: a logged metric by which the best stay, too; its value when the step was saved, or of the validation after it.
         mode: `"min"` or `"max"`, which values of it are better.
         keep_best: how many of the best stay.
+        asynchronous: write while training goes on, where the strategy can (`FSDPCompileStrategy` can); the memory of the host
+            then holds a copy of this rank's shards.
         mean_hours_to_failure: of the whole job. Saves come at the interval that loses least, from the measured time of a
             save. `None` = every `every_n_steps`.
 
@@ -58,6 +65,7 @@ class StepCheckpoint(Checkpoint):
         mode: str = "min",
         keep_best: int = 1,
         mean_hours_to_failure: float | None = None,
+        asynchronous: bool = False,
     ) -> None:
         super().__init__()
         self.dirpath, self.monitor = Path(dirpath) if dirpath is not None else None, monitor
@@ -67,6 +75,9 @@ class StepCheckpoint(Checkpoint):
         self._clock = StepClock()
         self._began = (0, 0.0)  # (step, time) from which the time of a step is measured
         self._saved_step = -1
+        self.asynchronous = asynchronous
+        self._pending: tuple[int, Any] | None = None  # (step, what the strategy gave)
+        self._overdue = False
         self._ours: set[str] = set()  # names of checkpoints that are of this run
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -81,7 +92,11 @@ class StepCheckpoint(Checkpoint):
         self.schedule.start(trainer.global_step)
         self._saved_step = trainer.global_step
         self._began = trainer.global_step, time.monotonic()
-        self._ours = set()
+        self._ours, self._pending, self._overdue = set(), None, False
+        if hasattr(trainer.strategy, "check_state") and not _is_trial(trainer):
+            trainer.strategy.check_state(trainer._checkpoint_connector.dump_checkpoint(False))
+        if self._in_background(trainer):
+            agreement_of(trainer)
         if trainer.ckpt_path is not None and Path(trainer.ckpt_path).parent.resolve() == self._folder.resolve():
             self.last_committed_step = trainer.global_step
             self._ours = {one.path.name for one in self._found(trainer) if one.step <= trainer.global_step}
@@ -89,19 +104,36 @@ class StepCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save the step that ended, if it is due."""
-        if self._clock.ended_step(trainer) and self.schedule.due(trainer.global_step) and not _is_trial(trainer):
+        """Learn what became of a save in the background, and save the step that ended, if it is due."""
+        if not self._clock.ended_step(trainer) or _is_trial(trainer):
+            return
+        if self._pending is not None and self._all_are_through(trainer):
+            self._finish(trainer)
+        if self.schedule.due(trainer.global_step) or (self._overdue and self._pending is None):
             self._save(trainer)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        """Weights change next: what is copied of them must be through."""
+        if self._pending is not None:
+            self._pending[1].copied()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Callbacks may exchange weights next."""
+        if self._pending is not None:
+            self._pending[1].copied()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """What was just measured is the score of the step that was just saved."""
-        if not trainer.sanity_checking and self._saved_step == trainer.global_step == self.last_committed_step:
-            self._tidy(trainer)
+        if not trainer.sanity_checking and self._saved_step == trainer.global_step:
+            self._note_score(trainer)
+            if self._pending is None:
+                self._tidy(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save the last step if it was not one of those."""
         if not _is_trial(trainer):
             self.save_now(trainer)
+        end_agreement(trainer)
 
     def save_now(self, trainer: L.Trainer) -> None:
         """Save the step that the run is at, unless it is saved; called on all ranks.
@@ -110,30 +142,83 @@ class StepCheckpoint(Checkpoint):
             Exception: what the strategy raised at the last of three tries.
         """
         tries = 0
+        if self._pending is not None:
+            self._finish(trainer)
         while self._saved_step != trainer.global_step:
             tries += 1
-            error = self._save(trainer)
+            error = self._save_and_wait(trainer)
             if error is not None and tries == _LAST_TRIES:
                 raise error
             if error is not None:
                 time.sleep(_LAST_WAIT_S)
 
-    def _save(self, trainer: L.Trainer) -> Exception | None:
+    def _in_background(self, trainer: L.Trainer) -> bool:
+        return self.asynchronous and bool(getattr(trainer.strategy, "saves_in_background", False))
+
+    def _save(self, trainer: L.Trainer) -> None:
+        """Save, or begin to, or wait for the save that is on its way."""
+        if not self._in_background(trainer):
+            self._save_and_wait(trainer)
+        elif self._pending is not None:
+            if not self._overdue:
+                rank_zero_warn(
+                    f"step {trainer.global_step} is not saved yet: step {self._pending[0]} is still being written; "
+                    "if this comes again, save less often"
+                )
+            self._overdue = True
+        else:
+            step, began = trainer.global_step, time.monotonic()
+            self._overdue = False
+            state = trainer._checkpoint_connector.dump_checkpoint(False)
+            self._pending = step, trainer.strategy.save_in_background(state, self._path(step))  # type: ignore[attr-defined]
+            self._began_well(trainer, began)
+
+    def _save_and_wait(self, trainer: L.Trainer) -> Exception | None:
         """Save; returns what went wrong in storage, which all ranks see. Other errors are raised."""
         step, began = trainer.global_step, time.monotonic()
-        path = self._path(step)
         try:
-            trainer.save_checkpoint(path)
+            trainer.save_checkpoint(self._path(step))
         except getattr(trainer.strategy, "save_errors", ()) as error:
-            steps = self.schedule.failed(step)
-            rank_zero_warn(f"saving step {step} failed, training goes on, next try in {steps} step(s): {error}")
+            self._failed(step, step, error)
             return error
-        self.save_seconds = time.monotonic() - began
-        self._saved_step = self.last_committed_step = step
-        self._ours.add(path.name)
-        self._plan(trainer, began)
-        self._tidy(trainer)
+        self._began_well(trainer, began)
+        self._committed(trainer, step)
         return None
+
+    def _all_are_through(self, trainer: L.Trainer) -> bool:
+        """Whether all ranks were through with the save when the step before this one ended."""
+        assert self._pending is not None
+        agreement, (step, pending) = agreement_of(trainer), self._pending
+        agreement.put(_SAVING, 0.0 if pending.done() else 1.0)
+        agreement.exchange(("step", trainer.global_step))
+        return trainer.global_step >= step + 2 and agreement.get(_SAVING) == 0.0
+
+    def _finish(self, trainer: L.Trainer) -> None:
+        """Wait for the save in the background, and take note of how it ended; the same on all ranks."""
+        assert self._pending is not None
+        (step, pending), self._pending = self._pending, None
+        try:
+            pending.result()
+        except getattr(trainer.strategy, "save_errors", ()) as error:
+            self._saved_step = -1
+            self._failed(step, trainer.global_step, error)
+        else:
+            self._committed(trainer, step)
+
+    def _failed(self, step: int, now: int, error: Exception) -> None:
+        steps = self.schedule.failed(now)
+        rank_zero_warn(f"saving step {step} failed, training goes on, next try in {steps} step(s): {error}")
+
+    def _began_well(self, trainer: L.Trainer, began: float) -> None:
+        self.save_seconds = time.monotonic() - began
+        self._saved_step = trainer.global_step
+        self._note_score(trainer)
+        self._plan(trainer, began)
+
+    def _committed(self, trainer: L.Trainer, step: int) -> None:
+        self.last_committed_step = step
+        self._ours.add(self._path(step).name)
+        self._tidy(trainer)
 
     def _plan(self, trainer: L.Trainer, began: float) -> None:
         step, since = self._began
@@ -173,14 +258,21 @@ class StepCheckpoint(Checkpoint):
         step = _step_of(name)
         return step is not None and step <= self.last_committed_step
 
+    def _note_score(self, trainer: L.Trainer) -> None:
+        """Keep the metric of the step that was saved last; rank 0 alone."""
+        if self.monitor is None or self.monitor not in trainer.callback_metrics or not trainer.is_global_zero:
+            return
+        score, name = float(trainer.callback_metrics[self.monitor]), self._path(self._saved_step).name
+        try:
+            _write_score(self._folder, self._ours | {name}, name, score)
+        except OSError as error:
+            rank_zero_warn(f"{self._folder}: the score of {name} could not be kept: {error}")
+
     def _tidy(self, trainer: L.Trainer) -> None:
-        """Note the score of the newest, and delete what need not stay; rank 0 alone, and no error of it stops a run."""
+        """Delete what need not stay; rank 0 alone, and no error of it stops a run."""
         if not trainer.is_global_zero:
             return
         try:
-            if self.monitor is not None and self.monitor in trainer.callback_metrics:
-                name = self._path(self.last_committed_step).name
-                _write_score(self._folder, self._ours, name, float(trainer.callback_metrics[self.monitor]))
             ours = [one for one in self._found(trainer) if one.path.name in self._ours]
             for one in self.retention.superfluous(ours):
                 self._ours.discard(one.path.name)
@@ -209,6 +301,7 @@ def _read_scores(folder: Path) -> dict[str, float]:
 
 def _write_score(folder: Path, names: set[str], name: str, score: float) -> None:
     scores = {known: value for known, value in _read_scores(folder).items() if known in names} | {name: score}
+    folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f".{SCORES}.{os.getpid()}"
     aside.write_text(json.dumps(scores, indent=1, sort_keys=True))
     aside.replace(folder / SCORES)

@@ -108,6 +108,11 @@ class Straggler(L.Callback):
         """A validation is no waiting for data."""
         self._batch_ended = None
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Read what the last step sent, if it did."""
+        if self._sent is not None:
+            self._read(trainer, pl_module)
+
     def _restart(self) -> None:
         self._since, self._since_wall = time.monotonic(), time.time()
         self._data_wait, self._steps = 0.0, 0

@@ -19,9 +19,11 @@ import logging
 import os
 import pickle
 import shutil
+import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ STATE_FILE = "state.pt"
 def save(
     path: Path,
     tensors: Mapping[str, torch.Tensor],
-    state: Mapping[str, Any],
+    state: Mapping[str, Any] | bytes,
     step: int,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -50,7 +52,7 @@ def save(
     Args:
         path: target folder on a file system that all ranks share; overwritten safely if it is a checkpoint.
         tensors: this rank's tensors; DTensors are saved as shards, others once.
-        state: everything else; rank 0's copy is saved.
+        state: everything else, also as the bytes that `serialize` makes of it; rank 0's copy is saved.
         step: optimizer steps done, the order among checkpoints.
         group: process group for coordination; None is the default group, or one process without any.
 
@@ -59,12 +61,15 @@ def save(
         ValueError: the target is a folder that is no checkpoint.
     """
     rank = rank_in(group)
+    content = (
+        state if isinstance(state, bytes) else everywhere(lambda: serialize(state) if rank == 0 else b"", group)[0]
+    )
     everywhere(lambda: commit.check_target(path) if rank == 0 else None, group)
     nonce = broadcast(os.urandom(4).hex(), group)
     staging = commit.staging_folder(path, nonce)
     try:
         everywhere(lambda: staging.mkdir(parents=True) if rank == 0 else None, group)
-        everywhere(lambda: _write(staging, tensors, state, rank, group), group)
+        everywhere(lambda: _write(staging, tensors, content, rank, group), group)
         files = everywhere(lambda: commit.describe(staging, _own_files(staging, rank)), group)
         merged = {name: entry for part in files for name, entry in part.items()}
         everywhere(lambda: _commit(staging, path, merged, step) if rank == 0 else None, group)
@@ -86,8 +91,7 @@ def load_tensors(path: Path, tensors: Mapping[str, torch.Tensor], group: dist.Pr
     Raises CheckpointError where storage fails in the middle; some tensors may be overwritten by then.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        with _silent_alone():
             dcp.load(dict(tensors), storage_reader=_SafeReader(path), process_group=group)
     except CheckpointException as error:
         raise CheckpointError(f"{path}: {_described(error)}") from error
@@ -105,8 +109,10 @@ def _torch_load(file: Path, weights_only: bool | None, mmap: bool = False) -> di
     try:
         return dict(torch.load(file, map_location="cpu", mmap=mmap, weights_only=weights_only is not False))
     except pickle.UnpicklingError as error:
+        lines = str(error).strip().splitlines()
+        what = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
         raise CheckpointError(
-            f"{file} holds objects of other classes ({str(error).strip().splitlines()[0]}). If you trust where it "
+            f"{file} holds objects of other classes ({what}). If you trust where it "
             f"comes from, load it with `weights_only=False`; save plain types to avoid this"
         ) from error
     except (OSError, RuntimeError, EOFError, TypeError, ValueError) as error:
@@ -152,7 +158,7 @@ def latest_committed(folder: str | Path) -> Path | None:
 def everywhere(task: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
     """Run a task on all ranks and exchange the results; an error on one is raised on all, naming the rank.
 
-    ValueErrors (also CheckpointError) keep their type where all ranks see the same; others become a CheckpointError.
+    It is a ValueError where it was one, a mistake that trying again does not mend, and else a CheckpointError.
     """
     try:
         result, error = task(), None
@@ -163,14 +169,15 @@ def everywhere(task: Callable[[], Any], group: dist.ProcessGroup | None = None) 
             return [result]
         raise error if isinstance(error, ValueError) else CheckpointError(_described(error)) from error
     outcomes: list[Any] = [None] * dist.get_world_size(group)
-    described = None if error is None else (isinstance(error, ValueError), _described(error))
+    mistake = isinstance(error, ValueError) and not isinstance(error, CheckpointError)
+    described = None if error is None else (mistake, _described(error))
     dist.all_gather_object(outcomes, (result, described), group=group)
-    failures = [(r, text) for r, (_, failure) in enumerate(outcomes) if failure for text in [failure[1]]]
+    failures = [(rank, *failure) for rank, (_, failure) in enumerate(outcomes) if failure]
     if failures:
-        rank, text = failures[0]
-        if isinstance(error, ValueError):
+        rank, mistake, text = failures[0]
+        if isinstance(error, ValueError) and rank == rank_in(group):
             raise error
-        raise CheckpointError(f"rank {rank}: {text}") from error
+        raise (ValueError if mistake else CheckpointError)(f"rank {rank}: {text}") from error
     return [outcome for outcome, _ in outcomes]
 
 
@@ -197,13 +204,17 @@ def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     return box[0]
 
 
-def write_plain_file(path: Path, state: Mapping[str, Any]) -> None:
-    """One file by `torch.save`, complete or not at all; replaces a file, or a checkpoint folder, of that name."""
+def write_plain_file(path: Path, state: Mapping[str, Any], foreign: bool = False) -> None:
+    """One file by `torch.save`, complete or not at all; replaces a file, or a checkpoint folder, of that name.
+
+    Raises ValueError for what `serialize` refuses.
+    """
+    content = serialize(state, foreign)
     commit.check_target(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = commit.staging_folder(path, os.urandom(4).hex())
     try:
-        commit.write_synced(staging, serialize(state))
+        commit.write_synced(staging, content)
         if path.is_dir() and not path.is_symlink():
             commit.publish(staging, path)
         else:
@@ -236,12 +247,30 @@ def load_plain_file(path: Path, weights_only: bool | None = None) -> dict[str, A
     return _torch_load(path, weights_only, mmap=True)
 
 
-def serialize(state: Mapping[str, Any]) -> bytes:
-    """`torch.save` to memory; logs what will not load with `weights_only=True`."""
+def serialize(state: Mapping[str, Any], foreign: bool = False) -> bytes:
+    """`torch.save` to memory.
+
+    Args:
+        state: what to save.
+        foreign: let objects pass that will load with `weights_only=False` only, with a word about each.
+
+    Raises:
+        ValueError: it holds such objects, and `foreign` is False.
+    """
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
-    for place, kind in foreign_objects(state):
-        log.warning(f"checkpoint: {place} is a {kind}; it will load with weights_only=False only. Save plain types")
+    try:
+        buffer.seek(0)
+        torch.load(buffer, map_location="meta", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = [f"{place} is a {kind}" for place, kind in foreign_objects(state)] or [str(error).splitlines()[0]]
+        what = "; ".join(found[:4])
+        if not foreign:
+            raise ValueError(
+                f"checkpoint: {what}: loading it would execute code of that class. Save plain types (numbers, strings, lists, "
+                "dicts, tensors), or give FSDPCompileStrategy(allow_pickle=True) and load with weights_only=False"
+            ) from None
+        log.warning(f"checkpoint: {what}; it will load with weights_only=False only. Save plain types")
     return buffer.getvalue()
 
 
@@ -255,15 +284,25 @@ def foreign_objects(value: Any, place: str = "state") -> list[tuple[str, str]]:
     return [] if isinstance(value, plain) else [(place, type(value).__name__)]
 
 
-def _write(staging: Path, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], rank: int, group: Any) -> None:
+def _write(staging: Path, tensors: Mapping[str, torch.Tensor], content: bytes, rank: int, group: Any) -> None:
+    try:
+        with _silent_alone():
+            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(staging), process_group=group)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{staging}: {_described(error)}") from error
+    if rank == 0:
+        commit.write_synced(staging / STATE_FILE, content)
+
+
+@contextmanager
+def _silent_alone() -> Iterator[None]:
+    """DCP warns where there is no process group. A thread cannot have filters of its own, so it leaves them alone."""
+    if dist.is_initialized() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        try:
-            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(staging), process_group=group)
-        except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"{staging}: {_described(error)}") from error
-    if rank == 0:
-        commit.write_synced(staging / STATE_FILE, serialize(state))
+        yield
 
 
 def _own_files(staging: Path, rank: int) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,19 +18,37 @@ from lightning_fms.distributed import checkpoint, commit, state
 from lightning_fms.distributed.commit import CheckpointError
 
 
-def save_folder(path: Path, checkpoint_state: dict[str, Any]) -> None:
-    """Write Lightning's checkpoint dict as a committed folder. Called on all ranks; errors as in `checkpoint.save`."""
+def save_folder(path: Path, checkpoint_state: dict[str, Any], foreign: bool = False) -> None:
+    """Write Lightning's checkpoint dict as a committed folder. Called on all ranks; errors as in `checkpoint.save`.
+
+    Args:
+        path: the folder.
+        checkpoint_state: as Lightning makes it.
+        foreign: see `checkpoint.serialize`.
+    """
     tensors, plain = split(checkpoint_state)
-    checkpoint.everywhere(lambda: state.refuse_shards(plain))
-    checkpoint.save(path, tensors, plain, step=int(checkpoint_state["global_step"]))
+    content = serialized(plain, foreign)
+    checkpoint.save(path, tensors, content, step=int(checkpoint_state["global_step"]))
 
 
-def save_file(path: Path, checkpoint_state: dict[str, Any]) -> None:
+def serialized(plain: Mapping[str, Any], foreign: bool, group: dist.ProcessGroup | None = None) -> bytes:
+    """What is no tensor of the model, as rank 0 will write it; nothing on other ranks. Called on all ranks.
+
+    Raises ValueError, on all ranks, where it could not be read back.
+    """
+    checkpoint.everywhere(lambda: state.refuse_shards(plain), group)
+    mine = checkpoint.rank_in(group) == 0
+    return checkpoint.read_everywhere(lambda: checkpoint.serialize(plain, foreign) if mine else b"", group)
+
+
+def save_file(path: Path, checkpoint_state: dict[str, Any], foreign: bool = False) -> None:
     """The same as one plain file, written by rank 0. Called on all ranks."""
     optimizers = [state.by_number(s) for s in checkpoint_state.pop("optimizer_states", [])]
     plain = {**checkpoint_state, **({"optimizer_states": optimizers} if optimizers else {})}
     checkpoint.everywhere(lambda: state.refuse_shards(plain))
-    checkpoint.everywhere(lambda: checkpoint.write_plain_file(path, plain) if checkpoint.rank_in() == 0 else None)
+    checkpoint.everywhere(
+        lambda: checkpoint.write_plain_file(path, plain, foreign) if checkpoint.rank_in() == 0 else None
+    )
 
 
 def load(

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_fms.distributed import checkpoint, commit, restore, state
+from lightning_fms.distributed.background import BackgroundSaver, Pending
 from lightning_fms.distributed.commit import CheckpointError
 
 RUN_SEED = "run_seed"  # key in a checkpoint's plain state
@@ -29,7 +30,9 @@ class SavingStrategy(ModelParallelStrategy):
 
     save_errors: tuple[type[Exception], ...] = (CheckpointError,)
     _consolidate: bool
+    _allow_pickle: bool = False
     _seed: int
+    _background: BackgroundSaver | None = None
 
     def _stored_weights(self) -> AbstractContextManager[torch.nn.Module]:
         """The module with the weights that the optimizers step."""
@@ -60,13 +63,47 @@ class SavingStrategy(ModelParallelStrategy):
             CheckpointError: a rank could not write; nothing was overwritten.
             ValueError: a path that cannot be a checkpoint.
         """
+        self._refuse_options(storage_options)
+        path = Path(self.broadcast(str(filepath)))
+        save = restore.save_file if self._consolidate else restore.save_folder
+        save(path, {**checkpoint_state, RUN_SEED: self._seed}, self._allow_pickle)
+
+    def _refuse_options(self, storage_options: Any) -> None:
         if storage_options is not None:
             raise ValueError(
                 f"storage_options={storage_options!r}: checkpoints are written to a file system without any"
             )
+
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether `save_in_background` can be used: for folders, not for one plain file."""
+        return not self._consolidate
+
+    def save_in_background(self, checkpoint_state: dict[str, Any], filepath: Any) -> Pending:
+        """Begin to write a committed checkpoint folder, and return while it is written; see `background`. Called on all ranks.
+
+        Raises:
+            RuntimeError: the save before it has not ended.
+            ValueError: the state could not be read back.
+        """
+        assert self.model is not None
+        self._background = self._background or BackgroundSaver()
         path = Path(self.broadcast(str(filepath)))
-        save = restore.save_file if self._consolidate else restore.save_folder
-        save(path, {**checkpoint_state, RUN_SEED: self._seed})
+        buffers = {f"model.{state.clean_name(name)}" for name, _ in self.model.named_buffers()}
+        content = {**checkpoint_state, RUN_SEED: self._seed}
+        return self._background.save(path, content, self._allow_pickle, buffers)
+
+    def teardown(self) -> None:
+        """End what is still being written."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.close()
+        super().teardown()
+
+    def check_state(self, checkpoint_state: dict[str, Any]) -> None:
+        """Raise ValueError where a checkpoint would hold what could not be read back. Called on all ranks."""
+        if not self._consolidate:
+            restore.serialized(restore.split(dict(checkpoint_state))[1], self._allow_pickle)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Verify a checkpoint, load weights and optimizers in place on any number of ranks, return the rest.

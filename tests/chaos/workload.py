@@ -46,6 +46,7 @@ class Plan:
     slow_s: float = 0.0
     deadline_s: float = 30.0
     mask_first: bool = True
+    asynchronous: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -129,12 +130,11 @@ class Books(pl.Callback):
 class Reported(StepCheckpoint):
     """Says in the books what it has saved."""
 
-    def _save(self, trainer: pl.Trainer) -> Exception | None:
-        error = super()._save(trainer)
-        if error is None and trainer.is_global_zero:
+    def _committed(self, trainer: pl.Trainer, step: int) -> None:
+        super()._committed(trainer, step)
+        if trainer.is_global_zero:
             books = next(c for c in vars(trainer)["callbacks"] if isinstance(c, Books))
-            books.write(event="saved", step=trainer.global_step)
-        return error
+            books.write(event="saved", step=step)
 
 
 def weight_hash(module: nn.Module) -> str:
@@ -155,7 +155,10 @@ def train(plan: Plan, attempt: str, resume: Path | None, extra: tuple[pl.Callbac
     pl.seed_everything(3, verbose=False)
     callbacks: list[pl.Callback] = [Books(plan, attempt), *extra]
     if plan.every:
-        callbacks += [Reported(plan.checkpoints, plan.every, plan.keep), Resilience(deadline_s=plan.deadline_s)]
+        callbacks += [
+            Reported(plan.checkpoints, plan.every, plan.keep, asynchronous=plan.asynchronous),
+            Resilience(deadline_s=plan.deadline_s),
+        ]
     trainer = pl.Trainer(
         accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=FSDPCompileStrategy(), callbacks=callbacks,
         max_steps=plan.steps, logger=False, enable_progress_bar=False, enable_model_summary=False,

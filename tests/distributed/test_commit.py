@@ -2,7 +2,9 @@
 
 import json
 import os
+import pickle
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,18 +195,42 @@ def test_a_failed_write_raises_and_leaves_the_target_and_no_debris(tmp_path, mon
 
 
 class Evil:
+    def __init__(self, trap: Path) -> None:
+        self.trap = trap
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return (os.system, ("touch /tmp/fms_evil",))
+        return (os.system, (f"touch {self.trap}",))
 
 
-def test_no_pickled_code_of_others_runs(tmp_path, caplog):
-    checkpoint.save(tmp_path / "x", tensors(1), {"path": Path("a")}, 1)
+def test_state_that_could_not_be_read_back_is_refused_when_it_is_saved(tmp_path, caplog):
+    with pytest.raises(ValueError, match=r"state\['path'\] is a PosixPath.*allow_pickle=True") as caught:
+        checkpoint.save(tmp_path / "x", tensors(1), {"path": Path("a")}, 1)
+    assert not isinstance(caught.value, CheckpointError), "trying again would not help"
+    assert list(tmp_path.iterdir()) == []
+    content = checkpoint.serialize({"path": Path("a")}, foreign=True)
     assert "state['path'] is a PosixPath" in caplog.text
+    checkpoint.save(tmp_path / "x", tensors(1), content, 1)
     with pytest.raises(CheckpointError, match="weights_only=False"):
         checkpoint.load_state(tmp_path / "x")
     assert checkpoint.load_state(tmp_path / "x", weights_only=False) == {"path": Path("a")}
-    import pickle  # noqa: PLC0415
 
-    (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(Evil()))
+
+@pytest.mark.parametrize("file", [".metadata", "state.pt"])
+def test_no_pickled_code_of_others_runs(tmp_path, file):
+    save(tmp_path / "x", 1)
+    trap = tmp_path / "executed"
+    evil = pickle.dumps(Evil(trap), protocol=2)  # as torch.save
+    if file == "state.pt":  # a real archive, whose pickle is exchanged
+        with zipfile.ZipFile(tmp_path / "x" / file) as archive:
+            parts = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(tmp_path / "x" / file, "w") as archive:
+            for name, part in parts.items():
+                archive.writestr(name, evil if name.endswith("data.pkl") else part)
+    else:
+        (tmp_path / "x" / file).write_bytes(evil)
+    read = checkpoint.read_metadata if file == ".metadata" else checkpoint.load_state
     with pytest.raises(CheckpointError, match=r"system"):
-        checkpoint.read_metadata(tmp_path / "x")
+        read(tmp_path / "x")
+    assert not trap.exists()
+    pickle.loads(evil)
+    assert trap.exists(), "the trap works"

@@ -207,6 +207,10 @@ def test_weights_only_of_fit_is_honoured(tmp_path: Path) -> None:
 
     t = trainer(max_steps=1)
     t.fit(make(), Rows(2), Rows(1))
+    with pytest.raises(ValueError, match="hyper_parameters"):
+        t.save_checkpoint(tmp_path / "x")
+    t = trainer(max_steps=1, strategy=FSDPCompileStrategy(allow_pickle=True))
+    t.fit(make(), Rows(2), Rows(1))
     t.save_checkpoint(tmp_path / "x")
     with pytest.raises(CheckpointError, match="weights_only=False"):
         trainer().fit(make(), Rows(4), Rows(1), ckpt_path=tmp_path / "x")

@@ -1,0 +1,171 @@
+"""When `StepCheckpoint` saves, what stays, and what a failed save costs."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from callback_runs import RandomTokens, tiny_module, trainer
+
+from lightning_fms.callbacks import StepCheckpoint
+from lightning_fms.callbacks.retention import Retention, Saved
+from lightning_fms.callbacks.save_schedule import SaveSchedule
+from lightning_fms.distributed import CheckpointError, FSDPCompileStrategy, latest_committed
+from lightning_fms.distributed import checkpoint as files
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*treespec"),
+    pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable"),
+]
+
+
+def saved(*steps: int, hours: float = 1.0, scores: dict[int, float] | None = None) -> list[Saved]:
+    return [Saved(Path(f"step-{s}"), s, 3600 * hours * i, (scores or {}).get(s)) for i, s in enumerate(steps)]
+
+
+def kept(rule: Retention, found: list[Saved]) -> list[int]:
+    gone = {one.step for one in rule.superfluous(found)}
+    return [one.step for one in found if one.step not in gone]
+
+
+def test_the_newest_one_every_so_many_hours_and_the_best_stay() -> None:
+    steps = (10, 20, 30, 40, 50, 60)
+    assert kept(Retention(2), saved(*steps)) == [50, 60]
+    assert kept(Retention(-1), saved(*steps)) == list(steps)
+    assert kept(Retention(1, keep_every_hours=2.0), saved(*steps)) == [10, 30, 50, 60]
+    scores = {10: 3.0, 20: 1.0, 30: 2.0, 40: 1.0, 50: float("nan")}
+    assert kept(Retention(1, keep_best=1), saved(*steps, scores=scores)) == [20, 60]
+    assert kept(Retention(1, keep_best=2, mode="max"), saved(*steps, scores=scores)) == [10, 30, 60]
+
+
+def test_what_stays_over_time_is_one_an_hour_however_often_it_is_tidied() -> None:
+    rule, found = Retention(1, keep_every_hours=1.0), []
+    for number in range(50):
+        found.append(Saved(Path(str(number)), number, 600.0 * number))  # every ten minutes
+        gone = rule.superfluous(found)
+        found = [one for one in found if one not in gone]
+    assert [one.step for one in found] == [0, 6, 12, 18, 24, 30, 36, 42, 48, 49]
+
+
+def test_the_interval_follows_from_save_time_and_failures() -> None:
+    schedule = SaveSchedule(10_000, mean_hours_to_failure=24)
+    schedule.start(100)
+    assert next(step for step in range(100, 115) if schedule.due(step)) == 110
+    schedule.saved(110, save_seconds=4.0, step_seconds=0.5)
+    assert schedule.interval == round((2 * 4 * 24 * 3600) ** 0.5 / 0.5)
+    assert not schedule.due(110 + schedule.interval - 1)
+    assert schedule.due(110 + schedule.interval)
+    schedule.saved(2000, save_seconds=4000.0, step_seconds=0.5)
+    assert schedule.interval == 10_000, "at most every_n_steps"
+
+
+def test_a_failing_save_is_tried_again_after_1_2_4_steps_and_at_most_an_interval() -> None:
+    schedule = SaveSchedule(10)
+    schedule.start(0)
+    at, tries = 10, []
+    for _ in range(6):
+        assert schedule.due(at)
+        tries.append(schedule.failed(at))
+        assert not schedule.due(at)
+        at += tries[-1]
+    assert tries == [1, 2, 4, 8, 10, 10]
+    schedule.saved(at, 1.0, 1.0)
+    assert [step for step in range(46, 65) if schedule.due(step)] == [50, 60]
+
+
+class Disk:
+    """Storage that is full for a while: `checkpoint.save` fails the first `failures` times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+        self.left, self.real = failures, files.save
+        monkeypatch.setattr(files, "save", self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self.left:
+            self.left -= 1
+            raise CheckpointError("No space left on device")
+        self.real(*args, **kwargs)
+
+
+def fit(tmp_path: Path, checkpoint: StepCheckpoint, max_steps: int = 8, **changes: Any) -> L.Trainer:
+    run = trainer(
+        tmp_path, checkpoint, enable_checkpointing=True, max_steps=max_steps, strategy=FSDPCompileStrategy(), **changes
+    )
+    run.fit(tiny_module(), datamodule=RandomTokens())
+    return run
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_f8_a_failed_save_warns_is_tried_again_and_never_ends_training(tmp_path, monkeypatch, asynchronous) -> None:
+    Disk(monkeypatch, failures=2)
+    checkpoint = StepCheckpoint(tmp_path / "c", every_n_steps=3, keep=-1, asynchronous=asynchronous)
+    with pytest.warns(UserWarning, match="saving step|not saved yet") as warned:
+        run = fit(tmp_path, checkpoint)
+    assert any("saving step 3 failed, training goes on, next try in 1" in str(w.message) for w in warned)
+    assert run.global_step == 8
+    assert latest_committed(tmp_path / "c").name == "step-8.ckpt"
+    if not asynchronous:
+        assert {path.name for path in (tmp_path / "c").iterdir()} == {"step-6.ckpt", "step-8.ckpt"}
+
+
+def test_f8_a_last_save_that_keeps_failing_ends_the_run_with_its_error(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("lightning_fms.callbacks.checkpoint._LAST_WAIT_S", 0.0)
+    Disk(monkeypatch, failures=100)
+    with (
+        pytest.warns(UserWarning, match="saving step|not saved yet") as warned,
+        pytest.raises(CheckpointError, match="No space"),
+    ):
+        fit(tmp_path, StepCheckpoint(tmp_path / "c", every_n_steps=100), max_steps=2)
+    assert sum("saving step 2 failed" in str(w.message) for w in warned) == 3
+
+
+@pytest.mark.filterwarnings("ignore:step .* is not saved yet")  # such small steps are faster than any disk
+def test_asynchronous_saves_are_those_of_their_steps(tmp_path) -> None:
+    fit(tmp_path, StepCheckpoint(tmp_path / "all", every_n_steps=1, keep=-1), max_steps=9)
+    checkpoint = StepCheckpoint(tmp_path / "some", every_n_steps=2, keep=-1, asynchronous=True)
+    fit(tmp_path, checkpoint, max_steps=9)
+    assert checkpoint.last_committed_step == 9
+    found = sorted(path.name for path in (tmp_path / "some").iterdir())
+    assert "step-2.ckpt" in found
+    assert len(found) >= 2
+    for name in found:
+        assert tensors_of(tmp_path / "some" / name) == tensors_of(tmp_path / "all" / name)
+
+
+def tensors_of(folder: Path) -> dict[str, list[float]]:
+    files.verify(folder)
+    found = {n: torch.empty(entry.size) for n, entry in files.read_metadata(folder).items()}
+    files.load_tensors(folder, found)
+    return {name: tensor.tolist() for name, tensor in found.items()}
+
+
+def test_the_best_by_a_validation_metric_stays_with_its_score(tmp_path) -> None:
+    checkpoint = StepCheckpoint(tmp_path / "c", every_n_steps=2, keep=1, monitor="val_loss")
+    fit(tmp_path, checkpoint, max_steps=6, limit_val_batches=1, val_check_interval=2, check_val_every_n_epoch=None)
+    assert "scores.json" in {path.name for path in (tmp_path / "c").iterdir()}
+    assert "step-6.ckpt" in {path.name for path in (tmp_path / "c").iterdir()}
+    assert len(list((tmp_path / "c").glob("step-*"))) <= 2
+
+
+def test_state_that_could_not_be_read_back_is_refused_before_the_first_step(tmp_path) -> None:
+    class Odd(L.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"where": Path("x")}
+
+    run = trainer(
+        tmp_path, Odd(), StepCheckpoint(tmp_path / "c"), enable_checkpointing=True, strategy=FSDPCompileStrategy()
+    )
+    with pytest.raises(ValueError, match=r"'where'\] is a PosixPath"):
+        run.fit(tiny_module(), datamodule=RandomTokens())
+    assert run.global_step == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"keep_every_hours": 0.0}, {"monitor": "x", "keep_best": -1}, {"mode": "best"}, {"mean_hours_to_failure": 0.0}],
+)
+def test_settings_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=list(arguments)[-1]):
+        StepCheckpoint(**arguments)
