@@ -4,6 +4,7 @@ The parts know nothing of each other and nothing of Hydra; here they meet. In th
 seconds and leaves nothing behind: find what to resume, check the config, reserve the run's folder, build, train.
 """
 
+import json
 import logging
 import os
 import time
@@ -23,7 +24,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_fms.config_check import MISSING, ConfigError, check_targets
-from lightning_fms.launch.process_group import RESTART
+from lightning_fms.launch.process_group import JOB, RESTART, RUN_FILE
 from lightning_fms.launch.result import Result, objective_in, write_result
 from lightning_fms.ranks import agree, launcher
 from lightning_fms.resume import find_former, is_given, longer_command, resume_command, root_of
@@ -79,6 +80,7 @@ def train(cfg: DictConfig, overrides: list[str]) -> float | None:
     check(cfg)
     reserved: list[Reservation] = []  # On the rank that reserves.
     folder = former["run"] or agree("folder", lambda: _reserve(cfg, reserved))
+    _tell_supervisor(folder)
     try:
         return _fit(cfg, overrides, Path(folder), former["checkpoint"])
     except BaseException:
@@ -171,6 +173,15 @@ def _reserve(cfg: DictConfig, reserved: list[Reservation]) -> str:
         restarted = os.environ.get(RESTART, "0") != "0"
         reserved.append(reserve_given(Path(cfg.paths.run), resume=cfg.resume == "auto" or restarted))
     return str(reserved[0].folder)
+
+
+def _tell_supervisor(folder: str) -> None:
+    """Write down where the run is, so that the next attempt is in the same place."""
+    file = os.environ.get(RUN_FILE)
+    if file and os.environ.get("RANK", "0") == "0":
+        aside = Path(f"{file}.aside")
+        aside.write_text(json.dumps({"run": folder}))
+        aside.replace(file)
 
 
 def data_module(cfg: DictConfig) -> Any:
@@ -292,10 +303,15 @@ def closing_lines(trainer: L.Trainer, cfg: DictConfig, folder: Path, seconds: fl
     chosen = f"experiment={experiment} " if experiment else ""
     root = f"{root_of(cfg)} ".lstrip()
     checkpoint = newest_checkpoint(folder)
-    return [
+    ended = [
         f"{trainer.global_step} steps, {seconds:.0f} s{results}",
         f"  run         {folder}",
         f"  checkpoint  {checkpoint or 'none'}",
+    ]
+    if JOB in os.environ:
+        return ended
+    return [
+        *ended,
         "",
         "Next:",
         f"  tensorboard --logdir {folder if is_given(cfg, folder) else cfg.paths.root}",

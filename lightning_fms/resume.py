@@ -6,49 +6,22 @@ before Hydra sees it, and all are composed together. With `experiment=` the comm
 is looked for by the name that this composes to. All ranks take the first one's answer.
 """
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
 import lightning as L
 import torch
-from hydra import compose, initialize_config_module
-from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_fms.command_line import paths_of
 from lightning_fms.config_check import ConfigError
+from lightning_fms.launch.words import flags_in, key_of, override_of, overrides_in, value_in
 from lightning_fms.ranks import agree
 from lightning_fms.run_folder import attempts, is_run, locate, newest_checkpoint, newest_run
 
 # The default of paths.root, which a command need not repeat.
 ROOT = "runs"
-_PLAIN = re.compile(r"[\w./-]+")
-
-
-def key_of(override: str) -> str:
-    """`data.seq_len` of `+data.seq_len=3`, `data` of `data@here=text`."""
-    return override.lstrip("+~").partition("=")[0].partition("@")[0]
-
-
-def override_of(key: str, value: object) -> str:
-    """An override that Hydra reads as this value, whatever is in it."""
-    text = str(value)
-    if _PLAIN.fullmatch(text):
-        return f"{key}={text}"
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"{key}='{escaped}'"
-
-
-def overrides_in(words: Sequence[str]) -> list[str]:
-    """The words of a command line that are overrides."""
-    return [word for word in words if not word.startswith("-") and ("=" in word or word.startswith("~"))]
-
-
-def value_in(words: Sequence[str], key: str) -> str | None:
-    """What a command line says for a key, as a word."""
-    said = [o.partition("=")[2] for o in overrides_in(words) if key_of(o) == key]
-    return said[-1].strip("'\"") if said else None
 
 
 def with_settings_of_run(words: Sequence[str]) -> list[str]:
@@ -69,7 +42,7 @@ def with_settings_of_run(words: Sequence[str]) -> list[str]:
     recorded = attempts(Path(found))[-1]["overrides"]
     kept = [override for override in recorded if key_of(override) not in given | {"resume", "paths.run"}]
     place = [] if "paths.run" in given else [override_of("paths.run", found)]
-    return [*kept, *words, *place]
+    return [*flags_in(words), *kept, *overrides_in(words), *place]
 
 
 def _run_meant(words: Sequence[str]) -> str | None:
@@ -81,17 +54,6 @@ def _run_meant(words: Sequence[str]) -> str | None:
     if found is None and name is None:
         raise ConfigError(f"resume=auto: no run under {paths.root}/ has a checkpoint; start one with experiment=<name>")
     return str(found) if found else None
-
-
-def paths_of(words: Sequence[str]) -> DictConfig:
-    """The `paths` of a command line, before the rest of it is known."""
-    wanted = [o for o in overrides_in(words) if key_of(o) in ("paths", "name") or key_of(o).startswith("paths.")]
-    folder = get_args_parser().parse_known_args(list(words))[0].config_dir
-    search = [f"hydra.searchpath=[{override_of('', f'file://{Path(folder).absolute()}')[1:]}]"] if folder else []
-    with initialize_config_module("lightning_fms.conf", version_base="1.3"):
-        paths = compose("train", overrides=[*search, *wanted]).paths
-    assert isinstance(paths, DictConfig)
-    return paths
 
 
 def find_former(cfg: DictConfig) -> dict[str, str | None]:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
@@ -19,6 +19,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_fms.command_line import with_settings_of_sweep
+from lightning_fms.launch.jobs import JobFailed
+from lightning_fms.launch.report import closing
+from lightning_fms.launch.words import value_in
 from lightning_fms.override_hints import explain
 
 CONFIG_PATH, CONFIG_NAME, VERSION_BASE = "pkg://lightning_fms.conf", "train", "1.3"
@@ -111,13 +115,19 @@ def task(cfg: DictConfig) -> float | None:
         report(error, with_traceback=cfg.debug.traceback)
 
 
-def main() -> None:
-    """The console script."""
+def run_app(task: Callable[[], object]) -> NoReturn:
+    """Run a Hydra app as `fms-train` is run: `resume=`, errors in one line, and what a sweep says at its end.
+
+    Args:
+        task: a function decorated by `hydra.main`.
+    """
     # Hydra raises what is wrong with a config instead of printing it, so that all errors have one form.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         sys.argv[1:] = _completed(sys.argv[1:])
         task()
+    except JobFailed:  # The table says why.
+        pass
     except HydraException as error:
         overrides = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
         report(HydraException(explain(one_line(error), overrides)))
@@ -129,11 +139,18 @@ def main() -> None:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         report(error)
+    sys.exit(1 if closing() else 0)
+
+
+def main() -> NoReturn:
+    """The console script."""
+    run_app(task)
 
 
 def _completed(words: list[str]) -> list[str]:
-    """A command line with the settings of the run that it goes on with."""
-    if not any(word.startswith("resume=") for word in words):
+    """A command line with the settings of what it goes on with."""
+    words = with_settings_of_sweep(words)
+    if set(words) & {"-m", "--multirun"} or value_in(words, "resume") != "auto":
         return words
     # Finding a run takes Torch too.
     from lightning_fms.resume import with_settings_of_run  # noqa: PLC0415

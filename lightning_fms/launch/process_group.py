@@ -25,15 +25,17 @@ from typing import Any
 
 from lightning_fms.launch import guard
 
-RESTART = "LIGHTNING_FMS_RESTART"
+# How many attempts of a run came before; the number of a job in its sweep; where a run writes down its folder.
+RESTART, JOB, RUN_FILE = "LIGHTNING_FMS_RESTART", "LIGHTNING_FMS_JOB", "LIGHTNING_FMS_RUN_FILE"
 # Left by the launcher of this process or by a former run: a rank that inherits it takes itself for one of that run.
 _INHERITED = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE", "PL_GLOBAL_SEED", "LIGHTNING_FMS_RESUME",
-    "LIGHTNING_FMS_RUN", "LIGHTNING_FMS_FOLDER", RESTART,
+    "LIGHTNING_FMS_RUN", "LIGHTNING_FMS_FOLDER", RESTART, JOB, RUN_FILE,
 )  # fmt: skip
 _SHOWN_LINES = 12
+_AFTER_FAILURE_S = 10.0
 _GUARD = [sys.executable, "-I", "-S", guard.__file__]
 
 
@@ -75,7 +77,7 @@ class ProcessGroup:
         restart: how many groups of the same run came before.
         settle_s: how long after the first failure the other ranks may still fail by themselves. 3 seconds: an error of a
             peer arrives in less.
-        grace_s: seconds from a signal until the ranks that are left are killed. 30: what Slurm gives.
+        grace_s: seconds from a signal until the ranks that are left are killed. 30: what Slurm gives. After a failure at most 10.
     """
 
     def __init__(
@@ -131,8 +133,8 @@ class ProcessGroup:
             rank, code = min(failed, key=lambda ended: (ended[1] or 0) > 0)
             self.first = self._outcome(rank, code or 0)
             self._ask_at = min(self._ask_at, now + self.settle_s)
-        if now >= self._ask_at:
-            self.send(signal.SIGTERM)
+        if now >= self._ask_at:  # There is nothing that they could still do together.
+            self.send(signal.SIGTERM, min(self.grace_s, _AFTER_FAILURE_S))
         if now >= self._kill_at:
             self._signal(signal.SIGKILL)
         if self._processes:
@@ -146,10 +148,10 @@ class ProcessGroup:
             time.sleep(every_s)
         return outcome
 
-    def send(self, signum: int) -> None:
-        """Pass a signal on to all ranks; those that have not ended `grace_s` later are killed."""
+    def send(self, signum: int, grace_s: float | None = None) -> None:
+        """Pass a signal on to all ranks; those that have not ended `grace_s` later, by default the group's, are killed."""
         self._ask_at = float("inf")
-        self._kill_at = min(self._kill_at, time.monotonic() + self.grace_s)
+        self._kill_at = min(self._kill_at, time.monotonic() + (self.grace_s if grace_s is None else grace_s))
         for process in self._processes.values():
             os.kill(process.pid, signum)  # It has not been waited for, so the number is its own.
 

@@ -1,0 +1,70 @@
+"""Command lines before Hydra reads them: what they say for a key, and that of a sweep that goes on.
+
+Loads neither Torch nor Lightning, since every start of every command comes through here.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_module
+from hydra._internal.utils import get_args_parser
+from omegaconf import DictConfig
+
+from lightning_fms.config_check import ConfigError
+from lightning_fms.launch.jobs import Record, newest_sweep, read_record
+from lightning_fms.launch.words import flags_in, key_of, override_of, overrides_in, value_in
+
+_MULTIRUN = {"-m", "--multirun"}
+
+
+def paths_of(words: Sequence[str]) -> DictConfig:
+    """The `paths` of a command line, before the rest of it is known."""
+    wanted = [o for o in overrides_in(words) if key_of(o) in ("paths", "name") or key_of(o).startswith("paths.")]
+    folder = get_args_parser().parse_known_args(list(words))[0].config_dir
+    search = [f"hydra.searchpath=[{override_of('', f'file://{Path(folder).absolute()}')[1:]}]"] if folder else []
+    with initialize_config_module("lightning_fms.conf", version_base="1.3"):
+        paths = compose("train", overrides=[*search, *wanted]).paths
+    assert isinstance(paths, DictConfig)
+    return paths
+
+
+def with_settings_of_sweep(words: Sequence[str]) -> list[str]:
+    """The words of a command line with `resume=` behind those that the sweep which it means was started with.
+
+    Args:
+        words: without the program's name; returned as they are if they mean no sweep.
+
+    Raises:
+        ConfigError: if there is no such sweep, or it is one of something else.
+    """
+    sweep = _sweep_meant(words)
+    if sweep is None:
+        return list(words)
+    wanted, started = value_in(words, "experiment"), value_in(sweep.words, "experiment")
+    if sweep.words and wanted is not None and wanted != started:
+        raise ConfigError(f"experiment={wanted}: the sweep in {sweep.folder} is one of experiment={started}")
+    mine = [override for override in overrides_in(words) if key_of(override) not in ("resume", "hydra.sweep.dir")]
+    given = {key_of(override) for override in mine}
+    kept = [override for override in overrides_in(sweep.words) if key_of(override) not in given]
+    flags = dict.fromkeys(["-m", *flags_in(sweep.words), *flags_in(words)])
+    return [
+        *(flag for flag in flags if flag != "--multirun"),
+        *kept,
+        *mine,
+        override_of("hydra.sweep.dir", sweep.folder),
+    ]
+
+
+def _sweep_meant(words: Sequence[str]) -> Record | None:
+    """The sweep that `resume=<folder of a sweep>` means, or `-m resume=auto`."""
+    said = value_in(words, "resume")
+    if said != "auto":
+        return read_record(Path(said)) if said else None
+    if not set(words) & _MULTIRUN:
+        return None
+    given = value_in(words, "hydra.sweep.dir")
+    root = paths_of(words).root
+    folder = Path(given) if given else newest_sweep(Path(root))
+    if folder is None:
+        raise ConfigError(f"-m resume=auto: no sweep under {root}/; leave resume=auto out to start one")
+    return read_record(folder) or Record(folder, [])

@@ -1,0 +1,1 @@
+"""Found by Hydra, which looks for plugins in the packages below `hydra_plugins`."""
