@@ -4,8 +4,10 @@ from lightning_fms.callbacks.bad_steps import BadSteps
 from lightning_fms.callbacks.checkpoint import StepCheckpoint
 from lightning_fms.callbacks.data_mix import DataMix
 from lightning_fms.callbacks.data_trail import DataTrail
+from lightning_fms.callbacks.goodput import GoodputLog
 from lightning_fms.callbacks.grad_norm import GradNorm
 from lightning_fms.callbacks.hang_watchdog import HangWatchdog
+from lightning_fms.callbacks.initial_weights import InitialWeights
 from lightning_fms.callbacks.memory import Memory
 from lightning_fms.callbacks.progress import Progress
 from lightning_fms.callbacks.resilience import Resilience
@@ -18,8 +20,10 @@ __all__ = [
     "BadSteps",
     "DataMix",
     "DataTrail",
+    "GoodputLog",
     "GradNorm",
     "HangWatchdog",
+    "InitialWeights",
     "Memory",
     "Progress",
     "Resilience",
