@@ -17,7 +17,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 OPTIONS = sorted(
     f"{path.parent.name}={path.stem}"
     for path in CONF.glob("*/*.yaml")
-    if path.parent.name not in ("experiment", "paths")
+    if path.parent.name not in ("experiment", "paths", "hardware")  # hardware is for fms-plan
 )
 # What an experiment leaves to the user.
 OWN_DATA = ("data.sources={web: somewhere/*.jsonl}", "data.tokenizer=tokenizer.json")
