@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_fms.distributed import checkpoint, commit, restore, state
+from lightning_fms.distributed import checkpoint, commit, initial, restore, state
 from lightning_fms.distributed.background import BackgroundSaver, Pending
 from lightning_fms.distributed.commit import CheckpointError
 
@@ -121,6 +121,19 @@ class SavingStrategy(ModelParallelStrategy):
             self.precision_plugin.on_weights_loaded(self.model)
         self._seed = int(rest.pop(RUN_SEED, self._seed))
         return rest
+
+    def load_weights(self, path: Path, strict: bool = True) -> int:
+        """Copy weights from elsewhere into the module, see `initial`; returns their number. Called on all ranks.
+
+        Raises:
+            CheckpointError: not found, damaged, or of another model; no weight was touched.
+        """
+        with self._stored_weights() as module:
+            count = initial.load_weights(Path(self.broadcast(str(path))), module, strict)
+        self._weights_changed()
+        if hasattr(self.precision_plugin, "on_weights_loaded"):
+            self.precision_plugin.on_weights_loaded(self.model)
+        return count
 
     def is_complete(self, path: Path) -> bool:
         """Whether a checkpoint was committed; a plain file is there as a whole or not at all."""
