@@ -108,7 +108,7 @@ def check(cfg: DictConfig) -> None:
     first = {group: plain[group] for group in ("trainer", "data", "optimizer", "scheduler") if group in plain}
     check_targets({**first, **plain}, supplied={VOCAB, *_filled_in(plain)})
     _check_supplied(cfg)
-    if cfg.objective_mode not in ("min", "max"):
+    if cfg.get("objective_mode", "min") not in ("min", "max"):
         raise ConfigError(f"objective_mode={cfg.objective_mode}: give min, or max where more is better")
     _check_processes(cfg)
 
@@ -243,7 +243,7 @@ def _result(trainer: L.Trainer, cfg: DictConfig, folder: Path, seconds: float) -
     keeps = trainer.is_global_zero and is_run(folder)
     if keeps:  # Also if the objective turns out to be a mistake.
         write_result(folder, result)
-    result = replace(result, objective=objective_in(metrics, cfg.objective))
+    result = replace(result, objective=objective_in(metrics, cfg.get("objective")))
     if keeps:
         write_result(folder, result)
     return result.value

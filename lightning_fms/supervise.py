@@ -241,7 +241,13 @@ _OPTIONS: tuple[tuple[str, Any, Any, str, str], ...] = (
     ("--restarts", int, 10, "N", "give up after more in --within (10)"),
     ("--within", float, 3600.0, "S", "seconds that --restarts counts (3600)"),
     ("--stuck", int, 3, "N", "give up after so many attempts in a row without a new checkpoint (3)"),
-    ("--grace", float, 120.0, "S", "seconds for ranks to save and end after a signal (120)"),
+    (
+        "--grace",
+        float,
+        150.0,
+        "S",
+        "seconds for ranks to save and end after a signal (150; the callback resilience takes 120)",
+    ),
     ("--logs", Path, None, "DIR", "what ranks other than the first write (runs/supervised/<time>)"),
 )
 

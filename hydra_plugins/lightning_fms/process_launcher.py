@@ -96,7 +96,9 @@ class ProcessLauncher(Launcher):
         return cfg
 
     def _refuse(self, configs: Sequence[DictConfig]) -> None:
-        ranks = os.environ.get("WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("SLURM_NTASKS")
+        # SLURM_NTASKS is there in a batch script too, which is one process.
+        launched = "WORLD_SIZE" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_STEP_NUM_TASKS"
+        ranks = os.environ.get(launched)
         if ranks is not None and ranks != "1":
             raise ConfigError(
                 f"-m in each of {ranks} processes: start it once, without torchrun or srun; it starts those of each job itself"
@@ -126,7 +128,7 @@ class ProcessLauncher(Launcher):
             record = read_record(folder) or Record(folder, [])
             record.words = [word for word in sys.argv[1:] if word not in ("-m", "--multirun")]
             record.words = [word for word in record.words if not word.startswith(("resume=auto", "hydra.sweep.dir="))]
-            record.maximize = cfg.objective_mode == "max"
+            record.maximize = cfg.get("objective_mode") == "max"
         return record
 
     def _command(self, overrides: Sequence[str], run: Path, devices: int | list[int]) -> tuple[str, ...]:

@@ -1,16 +1,19 @@
 """What stands between a launcher that is killed and processes that nobody ends. Run as a script, on the standard library alone.
 
     python -I -S guard.py rank PARENT COMMAND...    becomes COMMAND, and is killed by the kernel when PARENT is
-    python -I -S guard.py watch                     kills the process groups it was told of when its standard input ends
+    python -I -S guard.py watch MARK                kills what is left of a group when its standard input ends
 
 The first ends the ranks, the second also what they have started (data workers, compilers), which the kernel's signal does not
-reach. A launcher tells the second by lines `+<group>` and `-<group>`; its pipe ends with it, in whatever way it ends.
+reach: whatever is in the session of a rank, of which a launcher tells it by lines `+<pid>` and `-<pid>`, and whatever has MARK
+in its environment, also in a session of its own. Its standard input is a pipe from the launcher, and ends with it in
+whatever way it ends.
 """
 
 import ctypes
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from typing import NoReturn
 
@@ -29,18 +32,34 @@ def become_rank(parent: int, command: list[str]) -> NoReturn:
         sys.exit(127)
 
 
-def watch() -> None:
-    """Read process groups until the launcher is gone, then kill those that are left."""
+def watch(mark: str) -> None:
+    """Read process groups until the launcher is done or gone, then kill what is left."""
     groups: set[int] = set()
     for line in sys.stdin:
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
     for group in groups:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
+    while left := marked(mark):  # One of them may have started another one meanwhile.
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that were started with `mark` in their environment, and are not dead."""
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            with suppress(OSError), open(f"/proc/{entry.name}/environ", "rb") as stream:
+                if mark.encode() in stream.read().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "watch":
-        watch()
+        watch(sys.argv[2])
     else:
         become_rank(int(sys.argv[2]), sys.argv[3:])

@@ -27,12 +27,15 @@ from lightning_fms.launch import guard
 
 # How many attempts of a run came before; the number of a job in its sweep; where a run writes down its folder.
 RESTART, JOB, RUN_FILE = "LIGHTNING_FMS_RESTART", "LIGHTNING_FMS_JOB", "LIGHTNING_FMS_RUN_FILE"
-# Left by the launcher of this process or by a former run: a rank that inherits it takes itself for one of that run.
+# By which everything that a group has started is known.
+_GROUP = "LIGHTNING_FMS_GROUP"
+# Left by the launcher of this process or by a former run: a rank that inherits it takes itself for one of that run, or for
+# a task of srun's.
 _INHERITED = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE", "PL_GLOBAL_SEED", "LIGHTNING_FMS_RESUME",
-    "LIGHTNING_FMS_RUN", "LIGHTNING_FMS_FOLDER", RESTART, JOB, RUN_FILE,
+    "LIGHTNING_FMS_RUN", "LIGHTNING_FMS_FOLDER", "SLURM_NTASKS", RESTART, JOB, RUN_FILE, _GROUP,
 )  # fmt: skip
 _SHOWN_LINES = 12
 _AFTER_FAILURE_S = 10.0
@@ -68,6 +71,8 @@ class Outcome:
 class ProcessGroup:
     """Starts `command` once a rank; `poll` until it returns how the group has ended.
 
+    To be made in a thread that lives until then, best the main one: the kernel takes its end for that of the launcher.
+
     Args:
         command: what every rank runs.
         ranks: how many.
@@ -97,11 +102,13 @@ class ProcessGroup:
         self._ask_at = self._kill_at = float("inf")
         self._port = _reserve_port()
         logs.parent.mkdir(parents=True, exist_ok=True)
+        base = {name: value for name, value in os.environ.items() if name not in _INHERITED}
+        mark = f"{os.getpid()}-{self._port.getsockname()[1]}-{time.monotonic_ns()}"
         self._watch = subprocess.Popen(
-            [*_GUARD, "watch"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, text=True
-        )
-        base = {name: value for name, value in os.environ.items() if name not in _INHERITED} | dict(environment or {})
-        base |= {RESTART: str(restart), "PYTHONUNBUFFERED": "1"}
+            [*_GUARD, "watch", f"{_GROUP}={mark}"],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=base, start_new_session=True, text=True,
+        )  # fmt: skip
+        base |= {**(environment or {}), RESTART: str(restart), _GROUP: mark, "PYTHONUNBUFFERED": "1"}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for rank in range(ranks):

@@ -4,12 +4,14 @@ import os
 import time
 from pathlib import Path
 
-# Starts a process of its own, as a data worker, notes both numbers, and goes on as the test says.
+# Starts processes of its own, as a data worker and as a compiler in a session of its own, notes all numbers, and goes on as
+# the test says.
 RANK = """
 import os, signal, subprocess, sys, time
 rank = os.environ.get("RANK", "0")
-child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-open(f"pids.{rank}.aside", "w").write(f"{os.getpid()} {child.pid}")
+wait = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+worker, compiler = subprocess.Popen(wait), subprocess.Popen(wait, start_new_session=True)
+open(f"pids.{rank}.aside", "w").write(f"{os.getpid()} {worker.pid} {compiler.pid}")
 os.replace(f"pids.{rank}.aside", f"pids.{rank}")
 """
 PATIENCE_S = 60.0

@@ -38,8 +38,9 @@ def test_ranks_find_each_other_as_under_torchrun(monkeypatch) -> None:
 
 
 def test_one_process_runs_as_if_typed(monkeypatch) -> None:
-    monkeypatch.setenv("RANK", "3")
-    seen = "import os; print(sorted(set(os.environ) & {'RANK', 'WORLD_SIZE', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID'}))"
+    for name in ("RANK", "SLURM_NTASKS"):
+        monkeypatch.setenv(name, "3")
+    seen = "import os; print(sorted(set(os.environ) & {'RANK', 'SLURM_NTASKS', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID'}))"
     assert group(seen, 1).wait().code == 0
     assert Path("logs/job.log").read_text() == "[]\n"
 

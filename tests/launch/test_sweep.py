@@ -26,7 +26,7 @@ ENDS = "name=good,error,memory,exit,killed,nothing"
 def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PLUGINS)
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS"):
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -204,6 +204,7 @@ def test_optuna_searches_and_a_failed_job_does_not_end_it() -> None:
         (("hydra.launcher.jobs=0",), {}, "hydra.launcher.jobs=0: give at least 1"),
         (("hydra.launcher.timeout_s=0",), {}, "hydra.launcher.timeout_s=0.0: give a number of seconds above 0"),
         ((), {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"}, "-m in each of 4 processes: start it once, without torchrun"),
+        ((), {"SLURM_STEP_NUM_TASKS": "8"}, "-m in each of 8 processes"),
         (("trainer.devices=none",), {}, "trainer.devices=none: give a number of devices"),
     ],
 )  # fmt: skip
