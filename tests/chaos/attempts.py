@@ -95,7 +95,7 @@ class Attempt:
         for rank in range(self.world):
             log = self.folder / f"rank-{rank}.log"
             lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-            parts.append("\n".join([f"-- rank {rank}", *lines[-25:]]))
+            parts.append("\n".join([f"-- rank {rank}", *lines[-6:]]))
         return "\n".join(parts)
 
 

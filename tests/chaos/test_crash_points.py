@@ -12,13 +12,13 @@ from tests.chaos.attempts import Attempt
 from tests.chaos.crash_points import with_crash
 from tests.chaos.workload import Account, Plan, account, check, start, train, uninterrupted
 
-WORLD, SAVES, SMOKE_POINTS = 2, 3, 8
+WORLD, SAVES, SMOKE_POINTS = 2, 3, 4
 ONLY = os.environ.get("FMS_CHAOS_POINT")  # "<rank>:<operation>" of a failed trial
 
 
-@pytest.fixture(scope="module")
-def plan(corpus, tmp_path_factory) -> Plan:
-    return Plan(corpus, tmp_path_factory.mktemp("crash"), steps=5, every=1, keep=2)
+@pytest.fixture(scope="module", params=[False, True], ids=["waiting", "background"])
+def plan(corpus, tmp_path_factory, request) -> Plan:
+    return Plan(corpus, tmp_path_factory.mktemp("crash"), steps=5, every=1, keep=2, asynchronous=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,15 @@ import json
 import logging
 import os
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -47,6 +48,8 @@ class Plan:
     deadline_s: float = 30.0
     mask_first: bool = True
     asynchronous: bool = False
+    dropout: float = 0.2
+    epoch: int | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -54,9 +57,9 @@ class Plan:
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.up, self.dropout = nn.Linear(8, 8), nn.Dropout(0.2)
+        self.up, self.dropout = nn.Linear(8, 8), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.dropout(torch.tanh(self.up(x)))
@@ -65,10 +68,10 @@ class Layer(nn.Module):
 class Small(pl.LightningModule):
     """A plain module with dropout, so that random numbers matter."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
         self.embed = nn.Embedding(257, 8)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(2))
         self.head = nn.Linear(8, 257)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
@@ -148,29 +151,36 @@ def weight_hash(module: nn.Module) -> str:
 
 def train(plan: Plan, attempt: str, resume: Path | None, extra: tuple[pl.Callback, ...] = ()) -> None:
     """What each rank of an attempt does."""
+    if plan.every:
+        saver = Reported(plan.checkpoints, plan.every, plan.keep, asynchronous=plan.asynchronous)
+        extra = (*extra, saver, Resilience(deadline_s=plan.deadline_s))
+    train_with(plan, attempt, resume, FSDPCompileStrategy(), Small, extra)
+
+
+def train_with(
+    plan: Plan, attempt: str, resume: Path | None, strategy: Any, make: Callable[[float], pl.LightningModule],
+    callbacks: tuple[pl.Callback, ...],
+) -> None:  # fmt: skip
+    """The same, made of other parts."""
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     torch.set_num_threads(1)
     pl.seed_everything(3, verbose=False)
-    callbacks: list[pl.Callback] = [Books(plan, attempt), *extra]
-    if plan.every:
-        callbacks += [
-            Reported(plan.checkpoints, plan.every, plan.keep, asynchronous=plan.asynchronous),
-            Resilience(deadline_s=plan.deadline_s),
-        ]
     trainer = pl.Trainer(
-        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=FSDPCompileStrategy(), callbacks=callbacks,
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, callbacks=[Books(plan, attempt), *callbacks],
         max_steps=plan.steps, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=bool(plan.every), use_distributed_sampler=False, num_sanity_val_steps=0, log_every_n_steps=1,
-        default_root_dir=plan.store, gradient_clip_val=1.0,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+        use_distributed_sampler=False, num_sanity_val_steps=0, log_every_n_steps=1, default_root_dir=plan.store,
+        gradient_clip_val=1.0,
     )  # fmt: skip
     validation = {"val_sources": {"c": plan.corpus / "c"}, "val_steps": 3, "val_every_n_steps": plan.val_every}
     data = RescalableDataModule(
         sources={"p": plan.corpus / "p", "c": plan.corpus / "c"}, seq_len=SEQ_LEN, global_batch_size=BATCH,
-        micro_batch_size=plan.micro, mask_first=plan.mask_first, **(validation if plan.val_every else {}),
+        micro_batch_size=plan.micro, mask_first=plan.mask_first, steps_per_epoch=plan.epoch,
+        **(validation if plan.val_every else {}),
     )  # fmt: skip
-    trainer.fit(Small(), data, ckpt_path=resume)
+    trainer.fit(make(plan.dropout), data, ckpt_path=resume)
 
 
 def start(plan: Plan, attempt: str, world: int, extra: tuple[pl.Callback, ...] = ()) -> Attempt:
@@ -251,7 +261,7 @@ def check(found: Account, reference: Account, same_world: bool, first: int, last
         assert sorted(found.weights) == list(range(first + 1, last + 1))
     for step in sorted(found.weights):
         complete = len(found.rows[step]) == len(reference.rows[step])  # else a rank was killed before it wrote its own
-        assert set(found.rows[step]) <= set(reference.rows[step]), f"step {step} trained other rows"
+        assert Counter(found.rows[step]) <= Counter(reference.rows[step]), f"step {step} trained other rows"
         assert complete or last is None, f"step {step} trained too few or too many rows"
         if same_world:
             assert found.weights[step] == reference.weights[step], f"weights differ after step {step}"
