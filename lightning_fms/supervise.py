@@ -52,9 +52,17 @@ class Patience:
     _reached: int = -1
     _without: int = 0
 
-    def give_up(self, outcome: Outcome, step: int, now: float) -> str | None:
-        """Why not to try again after a failure with the newest checkpoint at `step`; `None` to try."""
-        if outcome.code == MISTAKE:
+    def give_up(self, outcome: Outcome, step: int, now: float, trained: bool = True) -> str | None:
+        """Why not to try again after a failure; `None` to try.
+
+        Args:
+            outcome: of the attempt.
+            step: of the newest checkpoint, -1 if there is none.
+            now: seconds.
+            trained: whether any attempt came as far as a first step. A config that has trained is right; what looks like a
+                mistake in it afterwards may be a file system that is away.
+        """
+        if outcome.code == MISTAKE and not trained:
             return "a mistake in the config stays one"
         self._without = self._without + 1 if step <= self._reached else 0
         self._reached = max(self._reached, step)
@@ -156,9 +164,9 @@ class Supervisor:
                 if signals.received:
                     self.say(f"stopped by {signal.Signals(signals.received[0]).name}{self._how_to_go_on()}")
                     return outcome.code
-                step = newest_step(self._run_folder())
                 self.say(f"{outcome}{_told(outcome)}")
-                if (why := self.patience.give_up(outcome, step, time.monotonic())) is not None:
+                step, trained = newest_step(self._run_folder()), self._has_trained()
+                if (why := self.patience.give_up(outcome, step, time.monotonic(), trained)) is not None:
                     self.say(f"given up: {why}{self._how_to_go_on()}")
                     return outcome.code
                 self._pause(signals, self.patience.pause_s)
@@ -194,7 +202,7 @@ class Supervisor:
         folder = self._run_folder()
         if folder is not None:
             kept = [word for word in kept if not word.startswith("paths.run=")] + [override_of("paths.run", folder)]
-        if folder is not None and (folder / "run.yaml").is_file():
+        if self._has_trained():
             kept = [word for word in kept if not word.startswith("resume=")] + ["resume=auto"]
         return [*kept, f"trainer.devices={devices}"]
 
@@ -207,9 +215,13 @@ class Supervisor:
         except FileNotFoundError:
             return None
 
+    def _has_trained(self) -> bool:
+        folder = self._run_folder()
+        return folder is not None and (folder / "run.yaml").is_file()
+
     def _how_to_go_on(self) -> str:
         folder = self._run_folder()
-        if folder is None or not (folder / "run.yaml").is_file():
+        if folder is None or not self._has_trained():
             return ""
         return f"; go on with: {PROGRAM} ... -- resume=auto {override_of('paths.run', folder)}"
 

@@ -57,7 +57,8 @@ def lines(record: Record) -> list[str]:
         of, found = settings(job), job.result.metrics if job.result is not None else {}
         shown = [_shown(name, found[name]) if name in found else "" for name in metrics]
         cells = [_short(of.get(key, "")) for key in keys]
-        rows.append([f"{job.number:03}", *cells, job.status, clock(job.seconds) if job.seconds else "", *shown])
+        status = "stopped" if job.status == "running" else job.status
+        rows.append([f"{job.number:03}", *cells, status, clock(job.seconds) if job.seconds else "", *shown])
     failed = [f"failed: {job.number:03} {job.reason}; log: {job.log}" for job in record.jobs if job.status == "failed"]
     return [
         "",

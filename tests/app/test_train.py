@@ -289,9 +289,20 @@ def test_a_process_of_its_own_shows_no_noise_and_lightnings_launcher_shares_one_
     assert [resumed[step] for step in range(3)] == pytest.approx([whole[step] for step in range(3)], rel=1e-4)
 
 
-def test_under_torchrun_all_ranks_share_one_run(tmp_path: Path) -> None:
+def test_under_torchrun_all_ranks_share_one_run_on_the_devices_that_it_started(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    run = start(tmp_path, *torchrun, "-m", "lightning_fms.train", *SHORT, "trainer.devices=2")
+    run = start(tmp_path, *torchrun, "-m", "lightning_fms.train", *SHORT)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("Next:") == 1
+    assert "on 2 x CPU" in run.stdout
     assert [path.name for path in (tmp_path / "runs/quickstart").iterdir()] == ["001"]
+
+
+def test_a_run_begins_with_weights_from_elsewhere(monkeypatch, capsys) -> None:
+    assert call(monkeypatch, *SHORT, "weights=none/there") == 2
+    assert "weights=none/there: nothing there" in capsys.readouterr().err
+    assert call(monkeypatch, *SHORT) == 0
+    assert call(monkeypatch, *SHORT, "name=tuned", "weights=runs/quickstart/001/checkpoints/step-3", "optimizer.lr=1e-9") == 0
+    former, tuned = scalars("runs/quickstart/001", "loss"), scalars("runs/tuned/001", "loss")
+    assert set(tuned) == set(range(3))  # its own steps, from 0
+    assert tuned[0] < former[0]

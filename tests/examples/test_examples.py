@@ -6,14 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def run(*command: str, cwd: Path) -> str:
+def run(*command: str, cwd: Path, timeout: int = 280) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environment = {k: v for k, v in environment.items() if not k.startswith(("PYTEST_XDIST", "COV_"))}
     finished = subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
     return finished.stdout
@@ -35,6 +37,14 @@ def test_rescale_repeats_and_skips_nothing(tmp_path):
     assert float(difference.rsplit(maxsplit=1)[-1]) < 1e-3  # fp32, summed in another order
     assert sum(line.startswith("steps ") and "finished" in line for line in lines) == 3
     assert (tmp_path / "out" / "rescale.png").stat().st_size > 10_000
+
+
+@pytest.mark.timeout(600)  # It starts ten processes.
+def test_the_supervisor_goes_from_4_to_2_to_3_processes_by_itself(tmp_path):
+    finished = run(str(ROOT / "examples" / "supervised.py"), str(tmp_path / "out"), cwd=tmp_path, timeout=580)
+    assert [int(count) for count in re.findall(r"parameters on (\d) x CPU", finished)] == [4, 2, 3]
+    # Losses of fp32, summed in another order.
+    assert float(finished.rsplit(maxsplit=1)[-1]) < 1e-3
 
 
 def test_sft_learns_the_answers(tmp_path):

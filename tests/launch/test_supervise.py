@@ -104,6 +104,11 @@ def test_it_gives_up_where_trying_again_is_no_use(do: str, code: int, attempts: 
     assert said[-1] == f"given up: {why}{hint}"
 
 
+def test_what_looks_like_a_mistake_after_training_is_tried_again() -> None:
+    code, said = supervise("mtrain,good", Processes(1, 1, (1,)))
+    assert (code, said[1]) == (0, "rank 0 failed with exit code 2")
+
+
 def test_the_last_lines_of_a_rank_that_nobody_sees_are_told() -> None:
     reason = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('the reason')\ntime.sleep(600)"
     Path("program.py").write_text(reason)

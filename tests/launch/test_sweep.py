@@ -132,7 +132,14 @@ def test_a_job_that_takes_too_long_has_failed() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_sweep_that_is_stopped_leaves_nothing_running_and_goes_on_where_it_was(number: int) -> None:
-    words = ("-m", "name=good,hangs,error", "trainer.devices=2", "trainer.accelerator=cpu", "hydra.launcher.grace_s=1")
+    words = (
+        "-m",
+        "experiment=quickstart",
+        "name=good,hangs,error",
+        "trainer.devices=2",
+        "trainer.accelerator=cpu",
+        "hydra.launcher.grace_s=1",
+    )
     first = subprocess.Popen([sys.executable, APP, *words], stdout=subprocess.PIPE, text=True)
     end = time.monotonic() + PATIENCE_S
     while len(starts()) < 4:
@@ -145,7 +152,10 @@ def test_a_sweep_that_is_stopped_leaves_nothing_running_and_goes_on_where_it_was
     assert_gone([int(start[3]) for start in starts()])
     folder = only_sweep().folder
     assert [job.status for job in only_sweep().jobs] == ["done", "running", "waiting"]
-    assert (f"go on with: fms-train -m resume={folder}" in out) == (number != signal.SIGKILL)
+    if number != signal.SIGKILL:
+        assert f"stopped; go on with: fms-train -m resume={folder}" in out
+        rows = [line.split()[2] for line in out.splitlines() if line.startswith(("000 ", "001 ", "002 "))]
+        assert rows == ["done", "stopped", "waiting"]
     Path("go").touch()
     again = sweep("-m", f"resume={folder}")
     assert again.returncode == 1, again.stderr
