@@ -20,12 +20,13 @@ _REFUSED = re.compile(r"Could not override '([^']+)'")
 _PLAIN_KEYS = ("name", "seed", "resume", "meta_init", "objective", "objective_mode")
 
 
-def explain(message: str, overrides: Sequence[str]) -> str:
+def explain(message: str, overrides: Sequence[str], config: str = "train") -> str:
     """Return a message about the override at fault, or `message` where there is nothing better to say.
 
     Args:
         message: Hydra's, in one line.
         overrides: the words of the command line that are overrides.
+        config: the one that they override.
     """
     for override in overrides:
         try:
@@ -38,11 +39,11 @@ def explain(message: str, overrides: Sequence[str]) -> str:
         return message
     key = refused[1]
     typed = next((override for override in overrides if override.partition("=")[0] == key), key)
-    return f"{typed}: {_meant(key, overrides)}"
+    return f"{typed}: {_meant(key, overrides, config)}"
 
 
-def _meant(key: str, overrides: Sequence[str]) -> str:
-    config = _composed([override for override in overrides if _chooses_group(override)])
+def _meant(key: str, overrides: Sequence[str], name: str) -> str:
+    config = _composed([override for override in overrides if _chooses_group(override)], name)
     keys = list(_keys(OmegaConf.to_container(config, resolve=False)))
     if key.startswith("data.sources"):
         return (
@@ -60,13 +61,13 @@ def _chooses_group(override: str) -> bool:
     return "." not in key and not key.startswith(("+", "~")) and key not in _PLAIN_KEYS
 
 
-def _composed(choices: list[str]) -> DictConfig:
+def _composed(choices: list[str], name: str) -> DictConfig:
     GlobalHydra.instance().clear()
     with initialize_config_module("lightning_fms.conf", version_base="1.3"):
         try:
-            return compose("train", overrides=choices)
+            return compose(name, overrides=choices)
         except HydraException:
-            return compose("train")
+            return compose(name)
 
 
 def _keys(config: Any, prefix: str = "") -> Iterator[str]:

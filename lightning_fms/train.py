@@ -90,7 +90,7 @@ def _package(frame: FrameType) -> str:
     return (spec.name if name == "__main__" and spec is not None else name).partition(".")[0]
 
 
-def report(error: Exception, with_traceback: bool = False) -> NoReturn:
+def report(error: Exception, with_traceback: bool = False, command: str = "fms-train") -> NoReturn:
     """Say what went wrong, and exit: code 2 for a mistake in the config, 1 for one in code."""
     in_config = is_mistake_in_config(error)
     if with_traceback or not in_config:
@@ -98,7 +98,7 @@ def report(error: Exception, with_traceback: bool = False) -> NoReturn:
     if not in_config:
         sys.exit(1)
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
-    print(f"fms-train: error{f' on rank {rank}' if rank != '0' else ''}: {one_line(error)}", file=sys.stderr)
+    print(f"{command}: error{f' on rank {rank}' if rank != '0' else ''}: {one_line(error)}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -38,7 +38,7 @@ class Run:
         if 0.5 <= ratio / TOKENS_PER_PARAMETER <= 2:
             advice = "about compute-optimal"
         elif ratio < TOKENS_PER_PARAMETER:
-            advice = f"short: {best / 1e9:,.1f} B tokens would be compute-optimal, or a smaller model"
+            advice = f"short: {best / 1e9:,.3g} B tokens would be compute-optimal, or a smaller model"
         else:
             advice = f"{ratio / TOKENS_PER_PARAMETER:,.1f} times as long: cheaper to serve, not the lowest loss for this compute"
         return f"{ratio:,.1f} tokens a parameter (Chinchilla: 20): {advice}"

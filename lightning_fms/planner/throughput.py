@@ -8,7 +8,7 @@ the shares of the peaks that training reaches:
 
 What is counted (bytes per parameter of the rank, unless said):
 
-- FLOPs: of forward and backward (3 forwards), and forwards that are computed again;
+- FLOPs: of forward and backward (3 forwards), and forwards that are computed again; fp32 at TF32's rate;
 - optimizer 28 (AdamW on fp32: read weight, gradient, two moments, write three), gradient norm and clipping 12, and on one
   device 12 for bf16 copies and gradients cast back;
 - activations: three times what the backward keeps; logits: 30 bytes a logit, 6 where the loss is fused;
@@ -99,6 +99,8 @@ def step_time(work: Work, configuration: Configuration, hardware: Hardware, ever
         converted = tokens * 6 * work.block_weights * (1 + recomputed_share(configuration, every) / 3)
         flops = {"bf16": flops["bf16"] - converted, "fp8": converted}
     at_peak = flops["bf16"] / (hardware.bf16_tflops * 1e12)
+    if configuration.precision == "fp32":
+        at_peak *= 2  # TF32, half of bf16's rate
     if hardware.fp8_tflops is not None:
         at_peak += flops["fp8"] / (hardware.fp8_tflops * 1e12)
     compute = at_peak / hardware.matmul_efficiency

@@ -1,0 +1,44 @@
+"""`fms-plan`: what fits, how long it takes and what it costs, before a GPU is rented.
+
+Usage: `fms-plan experiment=llama_8b hardware=h200 trainer.devices=8`; everything else as for `fms-train`, and the group `plan`.
+It needs no GPU. A mistake in the config is one line and exit code 2.
+"""
+
+import os
+import sys
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from lightning_fms.override_hints import explain
+from lightning_fms.train import CONFIG_PATH, VERSION_BASE, one_line, report
+
+
+@hydra.main(config_path=CONFIG_PATH, config_name="plan", version_base=VERSION_BASE)
+def task(cfg: DictConfig) -> None:
+    """One plan."""
+    # Torch and Lightning take seconds to import, which a misspelled override should not cost.
+    from lightning_fms.planning import plan  # noqa: PLC0415
+
+    try:
+        plan(cfg, dict(HydraConfig.get().runtime.choices))
+    except Exception as error:
+        report(error, cfg.debug.traceback, "fms-plan")
+
+
+def main() -> None:
+    """The console script."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        task()
+    except HydraException as error:
+        overrides = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
+        report(HydraException(explain(one_line(error), overrides, "plan")), command="fms-plan")
+    except Exception as error:
+        report(error, command="fms-plan")
+
+
+if __name__ == "__main__":
+    main()
