@@ -293,7 +293,7 @@ class Draws:
             try:
                 found = self._segment(source).find(position)
             except Unsearchable as error:
-                if read and (error.new or self.recipe.left_out.on_error == "raise"):
+                if read:
                     self._give_up(source, error.span, error, ref=None)
                     self.row[self.recipe.columns.skipped] += error.counts
                 self._position[source], drawn.hole = error.behind, error.alone

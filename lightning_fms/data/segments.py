@@ -36,17 +36,15 @@ _INDEX_MASK = (1 << _INDEX_BITS) - 1
 class Unsearchable(DocumentError):
     """A range of a file in which documents cannot be found.
 
-    span: which: file, start, stop. behind: the position to go on from. alone: whether no other file takes turns with this one;
-    then all of it is passed over, otherwise its turn is. counts: whether the stream comes to the range for the first time. new:
-    whether this segment does.
+    span: which: file, start, stop. behind: the position to go on from. alone: whether nothing else is left in the window; then
+    all of it is passed over, otherwise the file's turn is. counts: whether the stream comes to the range for the first time.
     """
 
     def __init__(
-        self, error: DocumentError, span: tuple[int, int, int], behind: int, alone: bool, counts: bool, new: bool
+        self, error: DocumentError, span: tuple[int, int, int], behind: int, alone: bool, counts: bool
     ) -> None:
         super().__init__(str(error))
-        self.span = span
-        self.behind, self.alone, self.counts, self.new = behind, alone, counts, new
+        self.span, self.behind, self.alone, self.counts = span, behind, alone, counts
 
 
 class SourceOrder:
@@ -144,6 +142,7 @@ class Segment:
             Unsearchable: If a file there cannot be read.
         """
         window, index = position >> _INDEX_BITS, position & _INDEX_MASK
+        entered = index
         while window < self.windows:
             self._open(window)
             missed = 0
@@ -151,19 +150,21 @@ class Segment:
                 turn, which = divmod(index, len(self._parts))
                 part = self._part(which)
                 if isinstance(part, DocumentError):
-                    new = self._told.setdefault(which, index) == index
-                    if new or self._longest() > turn:
-                        alone = len(self._parts) == 1
-                        behind = (window + 1) << _INDEX_BITS if alone else window << _INDEX_BITS | index + 1
+                    turns = max(self._longest(), 1)
+                    # A position behind all turns says that files have become unreadable since: nothing of them is left.
+                    alone = len(self._parts) == 1 or entered > len(self._parts) * turns
+                    if alone or turn < turns:
                         piece, start, stop = self._ranges[which]
-                        span = int(self._files[piece]), start, stop
-                        raise Unsearchable(part, span, behind, alone, counts=alone or turn == 0, new=new)
+                        behind = (window + 1) << _INDEX_BITS if alone else window << _INDEX_BITS | index + 1
+                        raise Unsearchable(
+                            part, (int(self._files[piece]), start, stop), behind, alone, counts=alone or turn == 0
+                        )
                 elif turn < len(part.order):
                     document = part.order[turn]
                     start, ref = part.base + int(part.starts[document]), int(part.refs[document])
                     return window << _INDEX_BITS | index, part.file, start, ref
                 index, missed = index + 1, missed + 1
-            window, index = window + 1, 0
+            window, index, entered = window + 1, 0, 0
         return None
 
     def read(self, file: int, start: int, ref: int) -> Document:
@@ -182,7 +183,6 @@ class Segment:
             mark = (begin // WINDOW_BYTES + window - int(self._first_window[piece])) * WINDOW_BYTES
             self._ranges = [(piece, max(begin, mark), min(end, mark + WINDOW_BYTES))]
         self._parts: list[_Part | DocumentError | None] = [None] * len(self._ranges)
-        self._told: dict[int, int] = {}  # where it was said first that a range cannot be read
         self._current = window
 
     def _part(self, which: int) -> _Part | DocumentError:

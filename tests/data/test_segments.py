@@ -196,6 +196,17 @@ def test_small_files_are_read_in_turn_and_large_ones_alone(tmp_path: Path) -> No
     assert any(len({d[1] for d in walked if d[0] >> 32 == window}) > 1 for window in range(segment.windows))
 
 
+def test_fragments_of_very_large_sources_grow_in_size_and_not_in_number() -> None:
+    most, size_of = listing.MOST_FRAGMENTS, listing.FRAGMENT_BYTES
+    for files, size in ((3, 1 << 30), (70_000, 4 << 30), (400_000, 1 << 30)):
+        source = listing.Listing(Path("none"), tuple(map(str, range(files))), np.full(files, size, dtype=np.int64))
+        file, start, length = source.fragments
+        assert length.sum() == files * size
+        assert len(file) <= most + files
+        assert length.max() == size_of * max(1, -(-files * size // (size_of * most)))
+        assert np.array_equal(start + length == size, np.append(start[1:] == 0, True))
+
+
 def walk_over_holes(segment: Segment) -> tuple[list[Found], int]:
     """What can be read, and how many ranges cannot."""
     found, counted, position = [], 0, 0
@@ -228,6 +239,29 @@ def test_a_file_in_turn_that_cannot_be_read_is_a_hole_and_moves_nothing_else(tmp
             segment = SourceOrder(source, "web", 1, 1).segment(0, 0, 4)
             path.write_bytes(b"")
             segment._source = Text(source.listing, "line")
-            with pytest.raises(Unsearchable, match="ends at byte 0"):
-                segment.find(at)
+            longest = max(3 + i for i in range(6) if i != gone)
+            if at == 6 * longest:  # where a stream is that has read all the others
+                assert segment.find(at) is None
+            else:
+                with pytest.raises(Unsearchable, match="ends at byte 0"):
+                    segment.find(at)
             path.write_bytes(data)
+
+
+def test_what_is_found_at_a_position_does_not_depend_on_how_a_stream_got_there(tmp_path: Path) -> None:
+    source = write(str(tmp_path), [[1] * (3 + i) for i in range(6)])
+    gone = source.listing.path(2)
+    assert isinstance(gone, Path)
+    gone.write_bytes(b"")
+    source = Text(source.listing, "line")
+    walked = SourceOrder(source, "web", 1, 1).segment(0, 0, 4)
+
+    def found(segment: Segment, position: int) -> object:
+        try:
+            return segment.find(position)
+        except Unsearchable as error:
+            return error.behind
+
+    for position in range(6 * 8 + 1):
+        at_once = SourceOrder(source, "web", 1, 1).segment(0, 0, 4)
+        assert found(walked, position) == found(at_once, position)

@@ -17,7 +17,7 @@ from lightning_fms.data.sources.columns import check_text_column, to_documents
 from lightning_fms.data.sources.decoded import Decoded, Layout, group
 from lightning_fms.data.sources.files import FileReader
 from lightning_fms.data.sources.listing import Listing
-from lightning_fms.data.sources.source import DocumentError
+from lightning_fms.data.sources.source import DocumentError, one_line
 from lightning_fms.data.sources.units import Broken, Item
 
 _SLICE = 1024  # rows made Python objects at a time
@@ -58,7 +58,9 @@ class Arrow(Decoded):
             except StopIteration:
                 raise DocumentError(f"ends at row {row}, before row {end}; restore the file") from None
             except (OSError, pa.ArrowException) as error:
-                yield Broken(end - row, f"rows {row} to {end - 1} cannot be decoded ({error}); restore the file")
+                yield Broken(
+                    end - row, f"rows {row} to {end - 1} cannot be decoded ({one_line(error)}); restore the file"
+                )
                 return
             for start in range(0, len(batch), _SLICE):
                 yield from to_documents(batch.slice(start, _SLICE), self.text_key, row + start)
@@ -72,7 +74,7 @@ class Arrow(Decoded):
         try:
             return pa.ipc.open_stream(raw, options=pa.ipc.IpcReadOptions(use_threads=False))
         except (OSError, pa.ArrowException) as error:
-            raise DocumentError(f"has no readable Arrow schema ({error})") from None
+            raise DocumentError(f"has no readable Arrow schema ({one_line(error)})") from None
 
 
 class _Spans:

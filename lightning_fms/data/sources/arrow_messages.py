@@ -6,7 +6,8 @@ the header has them in a few bytes, so a file is surveyed by hopping from header
 
 A flatbuffer table begins with the distance back to its vtable, which holds the place of each field in the table, 0 for an
 absent one. The fields that we need, by their numbers in Arrow's `Message.fbs`: Message 1 header type, 2 header, 3 length of
-the body; RecordBatch 0 length in rows.
+the body; RecordBatch 0 length in rows, 1 nodes. The first node is the first column's and must have as many rows: those of a
+damaged header would be looked for one by one.
 """
 
 import struct
@@ -79,7 +80,12 @@ def _header(read: Callable[[int, int], bytes], at: int, size: int) -> tuple[int,
         data = read(at, min(8 + length, size - at))
     table = _Table(data[8 : 8 + length], struct.unpack_from("<I", data, 8)[0])
     kind, body = table.number(1, "<B"), table.number(3, "<q")
-    rows = table.table(2).number(0, "<q") if kind == _BATCH else 0
+    rows = 0
+    if kind == _BATCH:
+        batch = table.table(2)
+        rows = batch.number(0, "<q")
+        if rows != batch.first_of(1, "<q", default=rows):
+            raise IndexError
     if body < 0 or rows < 0:
         raise IndexError
     return kind, rows, at + 8 + length + body
@@ -102,6 +108,14 @@ class _Table:
         """Return a number, 0 if it is absent."""
         at = self._field(number)
         return struct.unpack_from(kind, self._data, at)[0] if at else 0
+
+    def first_of(self, number: int, kind: str, default: int) -> int:
+        """Return the number that begins a field's vector of structs; the default if that is empty or absent."""
+        at = self._field(number)
+        vector = at + struct.unpack_from("<I", self._data, at)[0] if at else 0
+        if not at or struct.unpack_from("<I", self._data, vector)[0] == 0:
+            return default
+        return struct.unpack_from(kind, self._data, vector + 4)[0]
 
     def table(self, number: int) -> "_Table":
         """Return the table that a field points to."""

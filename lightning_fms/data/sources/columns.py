@@ -1,11 +1,12 @@
 """Documents from Arrow's columns: what parquet and Arrow files have in common."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.types as types
 
-from lightning_fms.data.sources.source import Document, DocumentError
+from lightning_fms.data.sources.source import Document, DocumentError, one_line
 from lightning_fms.data.sources.units import Item
 
 _TEXT = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)  # the last: nothing but nulls
@@ -39,8 +40,8 @@ def to_documents(batch: pa.RecordBatch, text_key: str | None, first_row: int) ->
     """Yield the documents of a batch whose first row has a number in its file; whole records if `text_key` is `None`."""
     values = batch.column(text_key) if text_key is not None else batch
     try:
-        documents = values.to_pylist()
-    except (UnicodeDecodeError, ValueError, OverflowError):  # in some row
+        documents = _checked(values)
+    except (pa.ArrowException, ValueError, OverflowError):  # in some row
         documents = [_one(values, row, first_row) for row in range(len(values))]
     for row, document in enumerate(documents):
         if document is None:
@@ -49,8 +50,14 @@ def to_documents(batch: pa.RecordBatch, text_key: str | None, first_row: int) ->
             yield document
 
 
+def _checked(values: pa.Array | pa.RecordBatch) -> list[Any]:
+    """Return Python objects, once it is certain that offsets and indices stay within the buffers: damaged ones do not."""
+    values.validate(full=True)
+    return values.to_pylist()
+
+
 def _one(values: pa.Array | pa.RecordBatch, row: int, first_row: int) -> Document | DocumentError | None:
     try:
-        return values.slice(row, 1).to_pylist()[0]
-    except (ValueError, OverflowError) as error:  # UnicodeDecodeError is a ValueError
-        return DocumentError(f"row {first_row + row} cannot be read ({error})")
+        return _checked(values.slice(row, 1))[0]
+    except (pa.ArrowException, ValueError, OverflowError) as error:  # UnicodeDecodeError is a ValueError
+        return DocumentError(f"row {first_row + row} cannot be read ({one_line(error)})")

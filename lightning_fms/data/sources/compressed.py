@@ -14,7 +14,7 @@ from lightning_fms.data.sources.cache import Cache
 from lightning_fms.data.sources.decoded import Decoded, Layout
 from lightning_fms.data.sources.files import ListedFile
 from lightning_fms.data.sources.lines import BLOCK_BYTES, MAX_DOCUMENT_BYTES, JsonLines, Lines, Text
-from lightning_fms.data.sources.source import Document, DocumentError, Window
+from lightning_fms.data.sources.source import Document, DocumentError, Window, one_line
 from lightning_fms.data.sources.units import Item
 
 CODECS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
@@ -94,7 +94,7 @@ class _Decompressed:
             data = self._stream.read(size)
         except OSError as error:
             raise DocumentError(
-                f"cannot be decompressed as {self._codec} beyond byte {self._at} of the decoded text ({error}); "
+                f"cannot be decompressed as {self._codec} beyond byte {self._at} of the decoded text ({one_line(error)}); "
                 "the file is cut or damaged: restore it"
             ) from None
         self._at += len(data)

@@ -39,6 +39,11 @@ class FileReader:
         """
         if self._blocks is not None:
             return self._blocks.read(self._listing.path(file), file, int(self._listing.sizes[file]), start, length)
+        size = int(self._listing.sizes[file])
+        if not 0 <= start <= start + length <= size:  # by a damaged index; memory would be taken for it
+            raise DocumentError(
+                f"{self._listing.path(file)}: ends at byte {size}, and bytes {start} to {start + length} were asked for; restore it"
+            )
         at, missing, parts = start, length, []
         try:
             descriptor = self._descriptor(file)

@@ -22,6 +22,9 @@ from lightning_fms.data.sources.remote import Remote, Url, find_file, find_remot
 FRAGMENT_BYTES = 64 << 20
 """A larger file is cut into fragments of this size, so that the permutation of fragments mixes within files too."""
 
+MOST_FRAGMENTS = 1 << 20
+"""Beyond 64 TiB fragments become larger instead of more: a process holds 72 bytes for each."""
+
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
 
 
@@ -61,11 +64,12 @@ class Listing:
     @cached_property
     def fragments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """File index, first byte and bytes of every fragment, in listing order (int64 each)."""
-        pieces = -(-self.sizes // FRAGMENT_BYTES) if self.splittable else (self.sizes > 0).astype(np.int64)
+        whole = FRAGMENT_BYTES * -(-self.total_bytes // (FRAGMENT_BYTES * MOST_FRAGMENTS))
+        pieces = -(-self.sizes // whole) if self.splittable else (self.sizes > 0).astype(np.int64)
         file = np.repeat(np.arange(len(self.sizes)), pieces)
         ordinal = np.arange(len(file)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        start = ordinal * FRAGMENT_BYTES
-        size = np.minimum(self.sizes[file] - start, FRAGMENT_BYTES) if self.splittable else self.sizes[file]
+        start = ordinal * whole
+        size = np.minimum(self.sizes[file] - start, whole) if self.splittable else self.sizes[file]
         return file, start, size
 
     def path(self, file: int) -> Path | Url:

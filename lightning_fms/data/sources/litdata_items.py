@@ -18,7 +18,7 @@ import torch
 from litdata.constants import _NUMPY_DTYPES_MAPPING, _TORCH_DTYPES_MAPPING
 
 from lightning_fms.data.sources.remote import Location
-from lightning_fms.data.sources.source import Document
+from lightning_fms.data.sources.source import Document, one_line
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64)
 _FOOTER = struct.Struct("<I8s")
@@ -94,12 +94,16 @@ class Leaf:
         try:
             reader = pa.ipc.open_file(memory.slice(len(data) - _FOOTER.size - length, length))
             batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-        except (pa.ArrowException, ValueError, OSError) as error:
-            raise ValueError(f"its table of rows cannot be read ({error}); write the chunk again") from None
+        except (pa.ArrowException, ValueError, OSError, IndexError) as error:
+            raise ValueError(f"its table of rows cannot be read ({one_line(error)}); write the chunk again") from None
         parts = [_addresses(_descend(batch, self.name), self.name, memory) for batch in batches]
         if not parts or sum(len(starts) for starts, _, _ in parts) != items:
             raise ValueError(f"its table of rows does not hold its {items} items; write the chunk again")
         starts, lengths = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+        if items and (
+            np.any(np.diff(starts) < 0) or starts[0] < 0 or np.any((lengths < 0) | (starts + lengths > len(data)))
+        ):
+            raise ValueError("its table of rows has offsets that lead out of it; write the chunk again")
         return starts, lengths, Column(parts[0][2])
 
 

@@ -8,6 +8,7 @@ found by bisection with small reads.
 
 import struct
 from bisect import bisect_left
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,6 +20,26 @@ from lightning_fms.data.sources.source import Document, DocumentError, Window
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # by Megatron's code
+
+
+_LOOKED_AT = 8  # a thousand files would take their time
+
+
+def check_some(files: int, check: Callable[[int], object]) -> None:
+    """See a mistake early: raise if none of the first files is what it should be; one that is not is met when it is read.
+
+    Raises:
+        DocumentError: What is wrong with the first.
+    """
+    first: DocumentError | None = None
+    for file in range(min(files, _LOOKED_AT)):
+        try:
+            check(file)
+            return
+        except DocumentError as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 class MegatronTokens:
@@ -43,8 +64,7 @@ class MegatronTokens:
             raise ValueError(f"{listing.root / missing[0]}: the index of a .bin file is missing; restore it")
         self._files, self._indexes = FileReader(self.listing), FileReader(self._index_files)
         self._opened: dict[int, _Index] = {}
-        for file in range(min(len(names), 8)):  # enough to see a mistake early; a thousand files would take their time
-            self._index(file)
+        check_some(len(names), self._index)
 
     def window(self, file: int, start: int, stop: int) -> Window:
         """Find the documents whose first token is in bytes `[start, stop)`."""

@@ -15,7 +15,7 @@ from lightning_fms.data.sources.columns import READ_BYTES, check_text_column, to
 from lightning_fms.data.sources.decoded import Decoded, Layout, group
 from lightning_fms.data.sources.files import ListedFile
 from lightning_fms.data.sources.listing import Listing
-from lightning_fms.data.sources.source import DocumentError
+from lightning_fms.data.sources.source import DocumentError, one_line
 from lightning_fms.data.sources.units import Broken, Item
 
 _PAGE_BUFFER = 1 << 20
@@ -41,6 +41,7 @@ class Parquet(Decoded):
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         sizes = [sum(g.column(c).total_compressed_size for c in range(g.num_columns)) for g in groups]
         rows = np.array([g.num_rows for g in groups], dtype=np.int64)
+        self._check_rows(metadata, groups)
         return group(np.array(sizes, dtype=np.int64), rows, int(self.listing.sizes[file]))
 
     def decode(self, file: int, layout: Layout, unit: int) -> Iterator[Item]:
@@ -59,18 +60,28 @@ class Parquet(Decoded):
                 except StopIteration:
                     raise DocumentError(f"ends at row {row}, before row {end}; restore the file") from None
                 except (OSError, pa.ArrowException) as error:  # a broken page; the next row group may be whole
-                    what = f"rows {row} to {end - 1} cannot be decoded ({error}); restore the file"
+                    what = f"rows {row} to {end - 1} cannot be decoded ({one_line(error)}); restore the file"
                     yield Broken(end - row, what)
                     row = end
                 else:
                     yield from to_documents(batch, self.text_key, row)
                     row += len(batch)
 
+    def _check_rows(self, metadata: pq.FileMetaData, groups: list[pq.RowGroupMetaData]) -> None:
+        """Raise unless a footer agrees with itself: rows that do not exist would be looked for one by one."""
+        total = sum(g.num_rows for g in groups)
+        columns = [c for g in groups for c in map(g.column, range(g.num_columns)) if c.path_in_schema == self.text_key]
+        values = sum(c.num_values for c in columns) if self.text_key is not None else total
+        if min((g.num_rows for g in groups), default=0) < 0 or not total == metadata.num_rows == values:
+            raise DocumentError(
+                f"counts {metadata.num_rows:,} rows, {total:,} in its row groups and {values:,} in its column; restore the file"
+            )
+
     def _open(self, file: int) -> pq.ParquetFile:
         raw = pa.PythonFile(ListedFile(self._files, self.listing, file), mode="r")
         try:
             parquet = pq.ParquetFile(raw, buffer_size=_PAGE_BUFFER, pre_buffer=False)
         except (OSError, pa.ArrowException) as error:
-            raise DocumentError(f"is not a readable parquet file ({error})") from None
+            raise DocumentError(f"is not a readable parquet file ({one_line(error)})") from None
         check_text_column(parquet.schema_arrow, self.text_key)
         return parquet

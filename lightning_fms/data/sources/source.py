@@ -12,6 +12,11 @@ class DocumentError(ValueError):
     """A document that cannot be read: the message names file, position and what is wrong."""
 
 
+def one_line(error: Exception) -> str:
+    """Return what a library says, which may be several lines, as one."""
+    return " ".join(str(error).split())
+
+
 class Window(NamedTuple):
     """Documents whose address lies in a byte range of one file, in file order.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_fms.data.sources.files import FileReader
 from lightning_fms.data.sources.listing import Listing, Paths, list_files
-from lightning_fms.data.sources.megatron import MegatronTokens, index_name
+from lightning_fms.data.sources.megatron import MegatronTokens, check_some, index_name
 from lightning_fms.data.sources.source import Document, DocumentError, Source, Window
 
 BLOCK_TOKENS = 64 << 10
@@ -33,7 +33,7 @@ class TokenFiles:
         bos_id: Id that begins a document and is a part of it (llm.c and modded-nanogpt put `<|endoftext|>` first).
 
     Raises:
-        ValueError: If an option is impossible, or the first file does not fit it.
+        ValueError: If an option is impossible, or none of the first files fits it.
     """
 
     listing: Listing
@@ -51,7 +51,8 @@ class TokenFiles:
         self.listing = paths if isinstance(paths, Listing) else list_files(paths)
         self._files = FileReader(self.listing)
         self._forms: dict[int, tuple[int, np.dtype]] = {}
-        self._form(int(np.flatnonzero(self.listing.sizes)[0]))
+        filled = np.flatnonzero(self.listing.sizes)
+        check_some(len(filled), lambda place: self._form(int(filled[place])))
 
     def window(self, file: int, start: int, stop: int) -> Window:
         """Find the documents that start in bytes `[start, stop)`."""
