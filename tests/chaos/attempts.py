@@ -4,6 +4,7 @@ The ranks are forked from the test process, which has imported everything, so an
 seconds a rank. What a rank prints goes to a file of its own.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -77,6 +78,9 @@ class Attempt:
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         stuck = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
+        if stuck:
+            self.send(signal.SIGUSR2, stuck)  # they write down where they are
+            time.sleep(1)
         self.kill()
         if stuck:
             raise Stuck(f"ranks {stuck} of {self.world} did not end; see {self.folder}\n{self.output()}")
@@ -95,7 +99,7 @@ class Attempt:
         for rank in range(self.world):
             log = self.folder / f"rank-{rank}.log"
             lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-            parts.append("\n".join([f"-- rank {rank}", *lines[-6:]]))
+            parts.append("\n".join([f"-- rank {rank}", *lines[-12:]]))
         return "\n".join(parts)
 
 
@@ -109,6 +113,7 @@ def _rank(rank: int, world: int, port: int, folder: Path, function: Callable[...
     )  # pytest has put others there
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
+    faulthandler.register(signal.SIGUSR2, all_threads=False)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID=f"test-{port}",

@@ -1,5 +1,6 @@
 """F4: SIGTERM and SIGUSR1 to any ranks with any skew: all stop behind one step, commit, and exit with the signal's code."""
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -7,8 +8,9 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 
+from lightning_fms.callbacks import Resilience
 from lightning_fms.distributed import latest_committed
-from tests.chaos.workload import Account, Plan, account, check, start, uninterrupted
+from tests.chaos.workload import Account, Plan, Small, account, check, start, uninterrupted
 
 WORLD = 2
 CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 138}
@@ -92,3 +94,77 @@ def test_f4_all_ranks_stop_behind_one_step_commit_and_exit_with_the_signals_code
     again = start(plan, "again", WORLD)
     assert again.codes() == [0] * WORLD, again.output()
     check(account(plan, "again"), reference, same_world=True, first=step, last=plan.steps)
+
+
+class Slurm(pl.Callback):
+    """The environment of a Slurm job, with a `scontrol` that writes down what it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_start(self, *_) -> None:
+        program = self.folder / f"bin-{os.environ['RANK']}" / "scontrol"
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\necho $@ $(ls {self.folder}/checkpoints) >> {self.folder}/asked\n")
+        program.chmod(0o755)
+        os.environ.update(SLURM_JOB_ID="42", PATH=f"{program.parent}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(("name", "asked"), [("SIGUSR1", "requeue 42 step-"), ("SIGTERM", None)])
+def test_f4_a_slurm_job_is_put_back_into_the_queue_once_behind_the_commit(corpus, tmp_path, name, asked) -> None:
+    plan, slow = Plan(corpus, tmp_path, steps=8, every=100), Slow(tmp_path, "train")
+    hit = start(plan, "hit", WORLD, (slow, Slurm(tmp_path)))
+    assert hit.wait_for(slow.mark.exists), hit.output()
+    hit.send(getattr(signal, name), [0, 1])
+    assert hit.codes() == [CODES[getattr(signal, name)]] * WORLD, hit.output()
+    assert latest_committed(plan.checkpoints) is not None
+    if asked is None:
+        assert not (tmp_path / "asked").exists()
+    else:
+        (line,) = (tmp_path / "asked").read_text().splitlines()
+        assert line.startswith(asked)
+
+
+class Stuck(pl.Callback):
+    """One rank never comes back from a step."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def on_train_batch_start(self, trainer, *_) -> None:
+        if trainer.global_step == 2 and os.environ["RANK"] == "1":
+            self.mark.touch()
+            while True:
+                time.sleep(1)
+
+
+def test_f4_where_a_rank_is_stuck_the_clock_ends_all_with_the_signals_code(corpus, tmp_path) -> None:
+    plan = Plan(corpus, tmp_path, steps=8, every=2, deadline_s=1.0)
+    hit = start(plan, "hit", WORLD, (Stuck(tmp_path / "mark"),))
+    assert hit.wait_for((tmp_path / "mark").exists), hit.output()
+    hit.send(signal.SIGTERM, [0, 1])
+    assert hit.codes() == [143] * WORLD, hit.output()
+    assert "did not stop within 1 s after SIGTERM" in (hit.folder / "rank-0.log").read_text()
+    assert latest_committed(plan.checkpoints).name == "step-2.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"exit_codes": {"SIGNAL": 3}}, "is no signal"),
+        ({"exit_codes": {"SIGTERM": 0}}, "0 means success"),
+        ({"deadline_s": 0.0}, "deadline_s"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Resilience(**arguments)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*treespec", "ignore:.*Skipping val loop")
+def test_resilience_without_anybody_who_saves_is_refused_before_training() -> None:
+    trainer = pl.Trainer(
+        callbacks=[Resilience()], max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False
+    )
+    with pytest.raises(ValueError, match="nobody who saves: add StepCheckpoint"):
+        trainer.fit(Small(), [{}])
