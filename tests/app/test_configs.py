@@ -9,8 +9,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_fms.conf
-from lightning_fms.app import ROOT, check, devices_asked
+from lightning_fms.app import check, devices_asked
 from lightning_fms.config_check import ConfigError
+from lightning_fms.resume import ROOT
 
 CONF = Path(str(files(lightning_fms.conf)))
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
