@@ -6,11 +6,13 @@
 *Blocks*: the same random tokens as blocks of 2,049, 8 a batch, shuffled, from each system's own storage: litdata's chunks
 (which ours reads too), MDS shards, a memory-mapped array. Ours gives blocks by `StreamLoader.blocks()`, as the others do,
 and, on a line of its own, whole batches of five tensors. *Text*: jsonl tokenized on the fly by a byte-level BPE, against the
-bare tokenizer on the same documents, times the workers. Rates are tokens a second after the first batch.
+bare tokenizer (`encode`, and `encode_batch_fast`, which leaves out offsets) in as many processes on the same documents in a
+random order, in turns. Rates are tokens a second after the first batch.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import time
 import warnings
@@ -184,26 +186,86 @@ def write_text(folder: Path, documents: int = 20_000) -> tuple[Path, Path]:
     return path, tokenizer_path
 
 
-def compare_text(folder: Path, seconds: float) -> None:
-    path, tokenizer_path = write_text(folder)
+def in_this_process(path: Path, tokenizer_path: Path, rounds: int) -> None:
+    """Compare in one process by its processor time, a portion of each in turn: other load on the machine matters little."""
+    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    order = np.random.default_rng(0).permutation(len(texts)).tolist()
+    plain, fast = (Tokenizer.from_file(str(tokenizer_path)) for _ in range(2))
+    blocks = iter(StreamLoader({"code": path.parent}, 2048, ROWS, tokenizer=tokenizer_path).blocks())
+    for _ in range(15):  # portions grow to 64 rows
+        next(blocks)
+
+    def portion(number: int) -> list[str]:
+        return [texts[i] for i in order[number * 40 : number * 40 + 40]]
+
+    systems: dict[str, Callable[[int], int]] = {
+        "encode": lambda n: sum(len(plain.encode(text, add_special_tokens=False).ids) for text in portion(n)),
+        "encode_batch_fast": lambda n: sum(
+            len(fast.encode_batch_fast([text], add_special_tokens=False)[0].ids) for text in portion(n)
+        ),
+        "ours, blocks": lambda n: sum(next(blocks).numel() for _ in range(64 // ROWS)),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in systems}
+    for number in range(rounds + 2):
+        for name, system in systems.items():
+            began = time.process_time()
+            rates[name].append(system(number) / 1e6 / (time.process_time() - began))
+    for name, found in rates.items():
+        ratio = float(np.median(np.divide(found, rates["encode"])[2:]))  # the first two fill the tokenizers' caches
+        print(
+            f"text    in process {name:30} {np.median(found[2:]):8.2f} M tokens/s of processor time  {ratio:6.2f} x encode"
+        )
+
+
+def tokenize(path: Path, tokenizer_path: Path, seconds: float, fast: bool, sent: Any = None) -> float:
+    """Return million tokens a second of the bare tokenizer, on documents in a random order."""
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
-    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()[:4000]]
-    began, tokens = time.perf_counter(), 0
-    for text in texts:
-        tokens += len(tokenizer.encode(text, add_special_tokens=False).ids)
+    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    order, tokens = np.random.default_rng(0).permutation(len(texts)).tolist(), 0
+    began = time.perf_counter()
+    for number in order:
+        if fast:
+            tokens += len(tokenizer.encode_batch_fast([texts[number]], add_special_tokens=False)[0].ids)
+        else:
+            tokens += len(tokenizer.encode(texts[number], add_special_tokens=False).ids)
         if time.perf_counter() - began > seconds:
             break
-    bare = tokens / 1e6 / (time.perf_counter() - began)
-    print(f"text    1 thread   {'the tokenizer alone':30} {bare:8.2f} M tokens/s")
-    for workers in (0, 1, 2):
-        loader = StreamLoader({"code": path.parent}, 2048, ROWS, tokenizer=tokenizer_path, num_workers=workers)
-        found, first = rate(loader.blocks(), seconds, torch.numel)
-        threads = max(1, workers)
-        print(
-            f"text    {workers} workers  {'ours, blocks':30} {found:8.2f} M tokens/s  first {first:5.2f} s  "
-            f"{found / bare / threads:6.2f} x the tokenizer with {threads} thread(s)"
-        )
-        loader.close()
+    found = tokens / 1e6 / (time.perf_counter() - began)
+    if sent is not None:
+        sent.put(found)
+    return found
+
+
+def bare(path: Path, tokenizer_path: Path, seconds: float, threads: int, fast: bool) -> float:
+    """Return the rate of as many bare tokenizers at once, a process each."""
+    context = multiprocessing.get_context("fork")
+    sent = context.Queue()
+    processes = [
+        context.Process(target=tokenize, args=(path, tokenizer_path, seconds, fast, sent)) for _ in range(threads)
+    ]
+    for process in processes:
+        process.start()
+    found = [sent.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return sum(found)
+
+
+def compare_text(folder: Path, seconds: float, rounds: int = 3) -> None:
+    """Take turns with the bare tokenizer, so that both see the same machine; medians of the rounds' ratios."""
+    path, tokenizer_path = write_text(folder)
+    in_this_process(path, tokenizer_path, 4 * rounds)
+    for workers in (1, 2):
+        rates: dict[str, list[float]] = {"encode": [], "encode_batch_fast": [], "ours, blocks": []}
+        for _ in range(rounds):
+            rates["encode"].append(bare(path, tokenizer_path, seconds, workers, fast=False))
+            rates["encode_batch_fast"].append(bare(path, tokenizer_path, seconds, workers, fast=True))
+            loader = StreamLoader({"code": path.parent}, 2048, ROWS, tokenizer=tokenizer_path, num_workers=workers)
+            rates["ours, blocks"].append(rate(loader.blocks(), seconds, torch.numel)[0])
+            loader.close()
+        for name, found in rates.items():
+            ratio = float(np.median(np.divide(found, rates["encode"])))
+            print(f"text    {workers} workers  {name:30} {np.median(found):8.2f} M tokens/s  {ratio:6.2f} x encode")
 
 
 def main() -> None:

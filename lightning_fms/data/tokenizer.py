@@ -112,11 +112,12 @@ class JsonTokenizer:
         return self._encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
+        # A batch of one: only `encode_batch_fast` leaves out where each token stood in the text, a fifth of the time.
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except TypeError:  # half a surrogate pair, which JSON can escape, is no Unicode text: U+FFFD stands for it
             text = text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int32)
 
     def _pieces(self, text: str) -> Iterator[str]:
