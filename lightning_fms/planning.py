@@ -67,8 +67,8 @@ def plan(cfg: DictConfig, choices: Mapping[str, Any]) -> report.Plan:
     )  # fmt: skip
     structures = {structure_of(c) for c in space}
     print(f"fms-plan: {len(space)} configurations, probing {len(structures)} structures without a GPU ...", flush=True)
-    probed = probe(_job(cfg, settings, precisions), space, settings.processes)
-    work = _with_activations(work, probed)
+    probed = probe(job_for(cfg, settings, precisions), space, settings.processes)
+    work = with_activations(work, probed)
     every = cfg.strategy.get("checkpoint_every", 2)
     candidates, failed = _candidates(space, probed, work, hardware, every)
     what_if = _what_if(cfg, settings, hardware, work, probed, candidates, devices, every)
@@ -149,7 +149,7 @@ def _precisions(choices: Mapping[str, Any], settings: PlanSettings, hardware: Ha
     return [own, *faster]
 
 
-def _job(cfg: DictConfig, settings: PlanSettings, precisions: Sequence[str]) -> dict[str, Any]:
+def job_for(cfg: DictConfig, settings: PlanSettings, precisions: Sequence[str]) -> dict[str, Any]:
     """What all probes have in common, in plain values."""
     copy = cfg.copy()
     with open_dict(copy):
@@ -172,7 +172,8 @@ def _option(cfg: DictConfig, group: str, option: str) -> Any:
     return OmegaConf.to_container(compose("train", overrides=[f"{group}={option}"])[group], resolve=True)
 
 
-def _with_activations(work: Work, probed: Mapping[Structure, Probed]) -> Work:
+def with_activations(work: Work, probed: Mapping[Structure, Probed]) -> Work:
+    """The work with what a row keeps for its backward, as the probes without recomputation have seen it."""
     known = [activation_bytes(p) for s, p in probed.items() if not p.error and s.activation_checkpointing == "none"]
     every = [activation_bytes(p) for p in probed.values() if not p.error]
     return replace(work, activation_bytes=max(known or every, default=0.0))
@@ -187,12 +188,19 @@ def _candidates(
         if probed[structure].error is not None:
             failed[structure] = probed[structure].error
             continue
-        memory = prediction(configuration, probed[structure], work.seq_len, Outside())
-        verdict = memory.verdict(hardware.memory_gib * GIB)
-        found.append(Candidate(configuration, memory, verdict, step_time(work, configuration, hardware, every)))
+        found.append(judged(configuration, probed[structure], work, hardware, every))
     if not found:
         raise ValueError(f"no configuration could be predicted: {next(iter(failed.values()))}")
     return found, sorted(f"{len(failed)} structures: {error}" for error in set(failed.values()))
+
+
+def judged(
+    configuration: Configuration, known: Probed, work: Work, hardware: Hardware, every: int, shard: int | None = None
+) -> Candidate:
+    """A configuration with its memory and time; `shard` is that of the probe where it is another."""
+    memory = prediction(configuration, known, work.seq_len, Outside(), shard)
+    verdict = memory.verdict(hardware.memory_gib * GIB)
+    return Candidate(configuration, memory, verdict, step_time(work, configuration, hardware, every))
 
 
 def _what_if(
@@ -210,14 +218,14 @@ def _what_if(
                 count, cfg.data.global_batch_size, 1, list(settings.checkpointing), list(settings.offload),
                 sorted({s.precision for s in probed}), list(settings.kernels), settings.largest_micro_batch,
             )  # fmt: skip
-            others = [c for k in space if (c := _elsewhere(k, probed, work, hardware, devices, every)) is not None]
+            others = [c for k in space if (c := elsewhere(k, probed, work, hardware, devices, every)) is not None]
         best = chosen(others)
         if best is not None:
             found[count] = best
     return found
 
 
-def _elsewhere(
+def elsewhere(
     configuration: Configuration,
     probed: Mapping[Structure, Probed],
     work: Work,
@@ -239,9 +247,7 @@ def _elsewhere(
     exact = replace(
         known, grids={name: known.grids.get(name, known.grids[variant]) for name in ("single", "held", "reduced")}
     )
-    memory = prediction(configuration, exact, work.seq_len, Outside(), near.shard)
-    verdict = memory.verdict(hardware.memory_gib * GIB)
-    return Candidate(configuration, memory, verdict, step_time(work, configuration, hardware, every))
+    return judged(configuration, exact, work, hardware, every, near.shard)
 
 
 def _publish(made: report.Plan, cfg: DictConfig, choices: Mapping[str, Any], settings: PlanSettings) -> None:
