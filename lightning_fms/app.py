@@ -23,6 +23,7 @@ from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from lightning_fms.callbacks import InitialWeights
 from lightning_fms.config_check import MISSING, ConfigError, check_targets
 from lightning_fms.launch.process_group import JOB, RESTART, RUN_FILE
 from lightning_fms.launch.result import Result, objective_in, write_result
@@ -273,6 +274,8 @@ def _trainer(cfg: DictConfig, record: RunRecord) -> L.Trainer:
     callbacks = list(_instances(cfg.callbacks))
     if "_target_" in cfg.kernels:
         callbacks.insert(0, instantiate(cfg.kernels, _convert_="all"))
+    if cfg.get("weights"):
+        callbacks.insert(0, InitialWeights(cfg.weights))
     loggers = list(_instances(cfg.logger))
     precision: dict[str, Any] = {"precision": cfg.precision.get("name")}
     if "_target_" in cfg.precision:

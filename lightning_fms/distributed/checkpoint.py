@@ -167,7 +167,9 @@ def everywhere(task: Callable[[], Any], group: dist.ProcessGroup | None = None) 
     if not dist.is_initialized():
         if error is None:
             return [result]
-        raise error if isinstance(error, ValueError) else CheckpointError(_described(error)) from error
+        if isinstance(error, ValueError):
+            raise error
+        raise CheckpointError(_described(error)) from error
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     mistake = isinstance(error, ValueError) and not isinstance(error, CheckpointError)
     described = None if error is None else (mistake, _described(error))

@@ -302,7 +302,10 @@ def test_a_run_begins_with_weights_from_elsewhere(monkeypatch, capsys) -> None:
     assert call(monkeypatch, *SHORT, "weights=none/there") == 2
     assert "weights=none/there: nothing there" in capsys.readouterr().err
     assert call(monkeypatch, *SHORT) == 0
-    assert call(monkeypatch, *SHORT, "name=tuned", "weights=runs/quickstart/001/checkpoints/step-3", "optimizer.lr=1e-9") == 0
+    assert (
+        call(monkeypatch, *SHORT, "name=tuned", "weights=runs/quickstart/001/checkpoints/step-4", "optimizer.lr=1e-9")
+        == 0
+    )
     former, tuned = scalars("runs/quickstart/001", "loss"), scalars("runs/tuned/001", "loss")
-    assert set(tuned) == set(range(3))  # its own steps, from 0
+    assert set(tuned) == set(range(4))  # its own steps, from 0
     assert tuned[0] < former[0]

@@ -169,8 +169,9 @@ def test_a_folder_that_is_not_whole_or_of_another_model_is_refused(damage: str, 
         other = next(f for f in sorted(folder.glob("*.safetensors")) if f != victim)
         victim.write_bytes(other.read_bytes())
     path = tmp_path / "elsewhere" if damage == "nothing" else folder
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as caught:
         train("ours", False, 1, path)
+    assert caught.value.__cause__ is not caught.value  # who follows the chain would never arrive
 
 
 def test_an_export_overwrites_nothing_and_names_what_it_does_not_know(tmp_path: Path) -> None:
