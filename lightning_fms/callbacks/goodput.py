@@ -92,7 +92,9 @@ class GoodputLog(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """A checkpoint is made between two batches."""
-        if self._gap in ("data_wait", "validation"):
+        if self._gap == "end":
+            self._account("end", "save")
+        elif self._gap in ("data_wait", "validation"):
             self._gap = "save"
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -107,7 +109,7 @@ class GoodputLog(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The last step is done."""
-        self._account(self._gap, "save")
+        self._account(self._gap, "end")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Say why the attempt ended."""
@@ -126,7 +128,7 @@ class GoodputLog(L.Callback):
     def _end(self, trainer: L.Trainer, why: str) -> None:
         if self._attempt is None or self._attempt.end is not None:
             return
-        self._account(self._gap, "save")
+        self._account(self._gap, "end")
         self._attempt.end = why
         self._update(trainer)
         self._attempt.write(self._file)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-CAUSES = ("startup", "restore", "save", "validation", "data_wait")
+CAUSES = ("startup", "restore", "save", "validation", "data_wait", "end")
 _STARTED = time.time()
 
 

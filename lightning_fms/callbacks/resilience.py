@@ -12,6 +12,7 @@ What cannot be left in time, because a rank hangs, is ended by a clock.
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -41,7 +42,7 @@ class Resilience(L.Callback):
 
     Raises:
         ValueError: for an unknown signal, an exit code that is none or means success, a deadline that is not above 0; in `fit`,
-            where no callback can save, and outside the main thread.
+            where no callback can save. Outside the main thread, where Python handles no signals, there is a warning.
     """
 
     def __init__(
@@ -73,6 +74,11 @@ class Resilience(L.Callback):
             raise ValueError(
                 "Resilience has nobody who saves: add StepCheckpoint to the callbacks, or leave Resilience out"
             )
+        if threading.current_thread() is not threading.main_thread():
+            rank_zero_warn(
+                "Trainer.fit runs outside the main thread, where no signal can be handled: one ends the run unsaved"
+            )
+            return
         # Last, so that the others have seen the step that it stops at; a new list, for Lightning is going through the old one.
         others = [callback for callback in vars(trainer)["callbacks"] if callback is not self]
         vars(trainer)["callbacks"] = [*others, self]
@@ -83,10 +89,10 @@ class Resilience(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """From here on there is something to save."""
-        assert self._signals is not None
         self._clock.start(trainer)
         agreement_of(trainer)
-        self._signals.act_hastily(False)
+        if self._signals is not None:
+            self._signals.act_hastily(False)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All steps are done: a signal that comes now finds nothing to stop."""
@@ -109,7 +115,11 @@ class Resilience(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stop behind this step if all agree."""
-        if self._clock.ended_step(trainer) and self._decided(trainer, ("step", trainer.global_step)):
+        if (
+            self._signals is not None
+            and self._clock.ended_step(trainer)
+            and self._decided(trainer, ("step", trainer.global_step))
+        ):
             _log_step(trainer)
             self._stop(trainer)
 

@@ -23,7 +23,7 @@ def test_goodput_is_the_time_of_steps_that_count_over_all_time() -> None:
     assert (found.wall, found.useful) == (200.0, 100.0)
     assert found.share == 0.5
     assert found.losses == {
-        "startup": 30.0, "restore": 10.0, "save": 15.0, "validation": 0.0, "data_wait": 5.0,
+        "startup": 30.0, "restore": 10.0, "save": 15.0, "validation": 0.0, "data_wait": 5.0, "end": 0.0,
         "lost_steps": 20.0, "down_time": 20.0, "other": 0.0,
     }  # fmt: skip
     assert sum(found.losses.values()) + found.useful == found.wall
