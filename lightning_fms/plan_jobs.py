@@ -76,14 +76,18 @@ def probe(
     found: dict[Structure, Probed] = {}
     with tempfile.TemporaryDirectory() as folder:
         running = []
-        for i, share in enumerate(shares):
-            asked = [asdict(replace(s, variants=tuple(sorted(variants[s])))) for s in share]
-            path = Path(folder) / f"{i}.json"
-            path.write_text(json.dumps({**job, "structures": asked}))
-            running.append((share, path, _start(path)))
-        for share, path, process in running:
-            _, errors = process.communicate()
-            found |= dict(zip(share, _results(path, len(share), errors), strict=True))
+        try:
+            for i, share in enumerate(shares):
+                asked = [asdict(replace(s, variants=tuple(sorted(variants[s])))) for s in share]
+                path = Path(folder) / f"{i}.json"
+                path.write_text(json.dumps({**job, "structures": asked}))
+                running.append((share, path, _start(path)))
+            for share, path, process in running:
+                _, errors = process.communicate()
+                found |= dict(zip(share, _results(path, len(share), errors), strict=True))
+        finally:
+            for _, _, process in running:
+                process.kill()  # only after an interruption is there one that still runs
     return found
 
 
