@@ -3,14 +3,17 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_fms.callbacks import Resilience
+from lightning_fms.callbacks import Resilience, StepCheckpoint
 from lightning_fms.distributed import latest_committed
-from tests.chaos.workload import Account, Plan, Small, account, check, start, uninterrupted
+from tests.chaos.attempts import Attempt
+from tests.chaos.workload import Account, Plan, Small, account, check, start, train_with, uninterrupted
 
 WORLD = 2
 CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 138}
@@ -168,3 +171,26 @@ def test_resilience_without_anybody_who_saves_is_refused_before_training() -> No
     )
     with pytest.raises(ValueError, match="nobody who saves: add StepCheckpoint"):
         trainer.fit(Small(), [{}])
+
+
+def replicated(plan: Plan, attempt: str, resume: Path | None, extra: tuple = ()) -> None:
+    """The run under a stock strategy."""
+    strategy = DDPStrategy(process_group_backend="gloo")
+    callbacks = (*extra, StepCheckpoint(plan.checkpoints, plan.every), Resilience(deadline_s=plan.deadline_s))
+    train_with(plan, attempt, resume, strategy, Small, callbacks)
+
+
+def test_f4_a_stock_strategy_stops_and_goes_on_too(corpus, tmp_path) -> None:
+    plan, slow = Plan(corpus, tmp_path, steps=8, every=100, dropout=0.0), Slow(tmp_path, "train")
+    calm = Attempt(tmp_path / "calm", WORLD, replicated, replace(plan, store=tmp_path / "c"), "calm", None)
+    assert calm.codes() == [0] * WORLD, calm.output()
+    hit = Attempt(tmp_path / "logs", WORLD, replicated, plan, "hit", None, (slow,))
+    assert hit.wait_for(slow.mark.exists), hit.output()
+    hit.send(signal.SIGTERM, [1])
+    assert hit.codes() == [143] * WORLD, hit.output()
+    (saved,) = plan.checkpoints.iterdir()
+    again = Attempt(tmp_path / "logs-again", WORLD, replicated, plan, "again", saved)
+    assert again.codes() == [0] * WORLD, again.output()
+    step = int(saved.name.removeprefix("step-").removesuffix(".ckpt"))
+    reference = account(replace(plan, store=tmp_path / "c"), "calm")
+    check(account(plan, "again"), reference, same_world=True, first=step, last=plan.steps)
