@@ -109,6 +109,10 @@ def check(cfg: DictConfig) -> None:
     first = {group: plain[group] for group in ("trainer", "data", "optimizer", "scheduler") if group in plain}
     check_targets({**first, **plain}, supplied={VOCAB, *_filled_in(plain)})
     _check_supplied(cfg)
+    if cfg.get("weights") and not Path(cfg.weights).exists():
+        raise ConfigError(
+            f"weights={cfg.weights}: nothing there; give a checkpoint, or a file or folder of safetensors"
+        )
     if cfg.get("objective_mode", "min") not in ("min", "max"):
         raise ConfigError(f"objective_mode={cfg.objective_mode}: give min, or max where more is better")
     _check_processes(cfg)

@@ -303,7 +303,13 @@ def test_a_run_begins_with_weights_from_elsewhere(monkeypatch, capsys) -> None:
     assert "weights=none/there: nothing there" in capsys.readouterr().err
     assert call(monkeypatch, *SHORT) == 0
     assert (
-        call(monkeypatch, *SHORT, "name=tuned", "weights=runs/quickstart/001/checkpoints/step-4", "optimizer.lr=1e-9")
+        call(
+            monkeypatch,
+            *SHORT,
+            "name=tuned",
+            "weights=runs/quickstart/001/checkpoints/step-4.ckpt",
+            "optimizer.lr=1e-9",
+        )
         == 0
     )
     former, tuned = scalars("runs/quickstart/001", "loss"), scalars("runs/tuned/001", "loss")
