@@ -10,6 +10,7 @@ import pytest
 
 from lightning_fms.data import StreamLoader
 from lightning_fms.data.audit import readings
+from lightning_fms.data.report import describe
 from lightning_fms.data.sources import JsonLines, list_files
 from lightning_fms.data.sources.kept_listing import kept_file, list_or_recall
 from tests.data.chains import Phase, run_phase, write_jsonl, write_litdata
@@ -32,6 +33,17 @@ def test_the_listing_is_kept_once_and_whole(options: dict, tmp_path: Path) -> No
     kept = json.loads(files[0].read_text())
     assert kept["names"] == [f"p-{i}.jsonl" for i in range(4)]
     assert sum(kept["sizes"]) == list_files(options["sources"]["p"]).total_bytes
+
+
+def test_files_that_are_gone_beyond_the_first_five_are_counted(tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "corpus", "p", 60, files=9)
+    options = {"sources": {"p": corpus}, "seq_len": 24, "global_batch_size": 4, "listings": tmp_path / "listings"}
+    StreamLoader(**options)
+    for file in range(7):
+        (corpus / f"p-{file}.jsonl").unlink()
+    lines = describe(StreamLoader(**options))
+    assert sum("is gone" in line for line in lines) == 5
+    assert "    and 2 more files are gone or have another size" in lines
 
 
 def test_a_vanished_file_is_a_hole_and_moves_nothing_else(options: dict) -> None:
