@@ -1,6 +1,6 @@
-"""`fms-checkpoint`: which checkpoints there are, what one holds, and whether every byte of it is as it was written.
+"""`fms-checkpoint`: which checkpoints there are, what one holds, whether every byte of it is as it was written; weights in and out.
 
-Nothing is executed that a checkpoint contains, and nothing is changed. Exit code 1 says that one is damaged, 2 that something was
+Nothing is executed that a checkpoint contains, and none is changed. Exit code 1 says that one is damaged, 2 that something was
 asked for that is not there.
 """
 
@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning_fms.commands import exchange
+from lightning_fms.commands.stored import found_in, newest
 from lightning_fms.commands.tables import table
 from lightning_fms.distributed import checkpoint, commit
 from lightning_fms.distributed.commit import CheckpointError
@@ -28,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = _Parser(prog=PROGRAM, description="Look at checkpoints, without a run.")
+    top = _Parser(prog=PROGRAM, description="Look at checkpoints, without a run; weights in and out.")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
     where = "a checkpoint, a folder of checkpoints, or the folder of a run"
     for name, run, what in (
@@ -40,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("path", type=Path, metavar="PATH", help=where)
         command.add_argument("--json", action="store_true", help="JSON instead of text")
         command.set_defaults(run_command=run)
+    exchange.add_parsers(commands)
     return top
 
 
@@ -58,32 +61,6 @@ def main(words: Sequence[str] | None = None) -> None:
         _fail(str(error), 2)
     except OSError as error:
         _fail(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": "), 1)
-
-
-def found_in(path: Path) -> list[Path]:
-    """The checkpoints that a path means: itself, or those in a folder or in the folder of a run, newest first.
-
-    What never became complete is among them; what was on its way out is not.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if not path.exists():
-        raise ValueError(f"{path}: does not exist")
-    if path.is_file() or (path / commit.COMMIT).exists() or (path / commit.MANIFEST).exists():
-        return [path]
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    sealed = commit.committed(folder)
-    others = [p for p in sorted(folder.iterdir()) if p not in sealed and _may_be_one(p)]
-    if not sealed + others:
-        raise ValueError(f"{folder}: holds no checkpoint")
-    return [*sealed, *others]
-
-
-def _may_be_one(path: Path) -> bool:
-    if path.is_dir():
-        return path.suffix in (".ckpt", ".tmp") or (path / ".metadata").exists()
-    return path.suffix == ".ckpt"
 
 
 def entry(path: Path) -> dict[str, Any]:
@@ -142,13 +119,6 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
-def _newest(path: Path) -> Path:
-    for one in found_in(path):
-        if one.is_file() or checkpoint.is_committed(one):
-            return one
-    raise CheckpointError(f"{path}: none of its checkpoints is complete")
-
-
 def contents(path: Path) -> dict[str, Any]:
     """What a checkpoint holds: its tensors in numbers, and what is known of the run.
 
@@ -191,7 +161,7 @@ def _rows_of(state: dict[str, Any]) -> Iterator[int]:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    found = contents(_newest(arguments.path))
+    found = contents(newest(arguments.path))
     if arguments.json:
         print(json.dumps(found, indent=1))
         return 0

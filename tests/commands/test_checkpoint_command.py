@@ -103,3 +103,22 @@ def test_mistakes_are_one_line(tmp_path, capsys) -> None:
     code, _, err = call(capsys, "inspect", tmp_path)
     assert code == 1
     assert "none of its checkpoints is complete" in err
+
+
+def test_weights_go_out_and_come_in(run, tmp_path, capsys) -> None:
+    code, out, _ = call(capsys, "export", run, tmp_path / "out", "--dtype", "bfloat16")
+    assert code == 0
+    assert "step-4.ckpt" in out
+    assert "no config.json" in out
+    code, out, _ = call(capsys, "import", tmp_path / "out", tmp_path / "again.ckpt")
+    assert (code, f"fms-train weights={tmp_path}/again.ckpt" in out) == (0, True)
+    code, out, _ = call(capsys, "inspect", tmp_path / "again.ckpt", "--json")
+    held = json.loads(out)
+    assert set(held["dtypes"]) == {"bfloat16"}
+    assert held["model_tensors"] == json.loads(call(capsys, "inspect", run, "--json")[1])["model_tensors"]
+    code, _, err = call(capsys, "export", run, tmp_path / "out")
+    assert code == 2
+    assert "out exists; give a new folder" in err
+    code, _, err = call(capsys, "import", tmp_path / "nowhere", tmp_path / "other.ckpt")
+    assert code == 1
+    assert not (tmp_path / "other.ckpt").exists()
