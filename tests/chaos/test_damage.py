@@ -2,13 +2,16 @@
 
 import os
 import random
+import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 
+from lightning_fms.callbacks import StepCheckpoint
 from lightning_fms.distributed import CheckpointError, latest_committed
 from tests.chaos.workload import Account, Plan, account, check, start, uninterrupted
 
@@ -98,3 +101,39 @@ def test_f2_with_every_checkpoint_damaged_nothing_starts_from_zero_in_silence(sa
         flip(folder / "state.pt", random.Random(2))
     with pytest.raises(CheckpointError, match="none of the 2"):
         latest_committed(tmp_path / "checkpoints")
+
+
+class FullDisk(pl.Callback):
+    """One rank cannot write files of more than a few kilobytes, from step 2 on until a save has failed."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def _limit(self, size: int | None) -> None:
+        if os.environ["RANK"] == "1":
+            _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most if size is None else size, most))
+
+    def on_train_batch_start(self, trainer, *_) -> None:
+        saver = next(c for c in trainer.callbacks if isinstance(c, StepCheckpoint))
+        self.failed = self.failed or saver.schedule._failures > 0
+        self._limit(8192 if trainer.global_step >= 1 and not self.failed else None)
+
+    def on_train_end(self, *_) -> None:
+        self._limit(None)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "background"])
+def test_f8_a_disk_that_is_full_for_a_while_on_one_rank_costs_saves_and_nothing_else(
+    corpus, reference, tmp_path, asynchronous
+) -> None:
+    plan = Plan(corpus, tmp_path, steps=STEPS, every=2, keep=-1, asynchronous=asynchronous, slow_s=0.2)
+    run = start(plan, "full", WORLD, (FullDisk(),))
+    assert run.codes() == [0] * WORLD, run.output()
+    found = account(plan, "full")
+    check(found, reference, same_world=True, first=0, last=STEPS)
+    assert 2 not in found.saved
+    assert max(found.saved) == STEPS
+    assert latest_committed(plan.checkpoints).name == f"step-{STEPS}.ckpt"
+    assert not [path for path in plan.checkpoints.iterdir() if path.name.startswith(".")]
+    assert not (plan.checkpoints / "step-2.ckpt").exists()

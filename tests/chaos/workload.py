@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -120,6 +121,7 @@ class Books(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self._step:
             return
+        time.sleep(self.plan.slow_s)
         self._step = trainer.global_step
         loss = float(trainer.callback_metrics["loss"])
         entry = {"rows": self._rows, "weights": weight_hash(pl_module), "loss": loss}
