@@ -167,6 +167,12 @@ def skew(streams: int, lengths: str) -> None:
         f"epoch skew, {streams:,} streams, {int(documents.mean()):,} documents each, {lengths} lengths",
         f"{spread:.2%}", "measured cuts, lengths simulated",
     )  # fmt: skip
+    if streams == STREAMS:
+        whole = DOCUMENTS / streams
+        say(
+            f"the same with all: {whole:,.0f} documents each", f"{spread * (documents.mean() / whole) ** 0.5:.2%}",
+            "computed: falls with the root of the documents",
+        )  # fmt: skip
 
 
 def _documents(order: SourceOrder, stream: int) -> int:
