@@ -12,7 +12,7 @@ from tests.chaos.attempts import Attempt
 from tests.chaos.crash_points import with_crash
 from tests.chaos.workload import Account, Plan, account, check, start, train, uninterrupted
 
-WORLD, SAVES, SMOKE_POINTS = 2, 3, 4
+WORLD, SAVES, SMOKE_POINTS = 2, 3, 2
 ONLY = os.environ.get("FMS_CHAOS_POINT")  # "<rank>:<operation>" of a failed trial
 
 

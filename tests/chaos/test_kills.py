@@ -37,7 +37,7 @@ def judge(found: Account, reference: Account, at: int, hashes: dict[int, str]) -
 
 
 def test_f1_f3_a_chain_of_kills_on_changing_numbers_of_ranks(corpus, tmp_path, full) -> None:
-    faults = 100 if full else 5
+    faults = 100 if full else 4
     chance = random.Random(SEED)
     plan = Plan(corpus, tmp_path, steps=100_000, every=2, keep=2, dropout=0.0)
     reference = uninterrupted(replace(plan, steps=(STEPS_A_FAULT * faults if full else 40)), 1)
