@@ -27,6 +27,7 @@ from lightning_fms.data.tokenizer import open_tokenizer
 from lightning_fms.distributed.blocks import find_blocks
 from lightning_fms.plan_experiment import write_experiment
 from lightning_fms.plan_jobs import Probed, activation_bytes, prediction, probe, structure_of
+from lightning_fms.plan_measure import measured
 from lightning_fms.plan_probe import Structure
 from lightning_fms.planner import report
 from lightning_fms.planner.candidates import Candidate, Run, chosen
@@ -71,6 +72,9 @@ def plan(cfg: DictConfig, choices: Mapping[str, Any]) -> report.Plan:
     work = with_activations(work, probed)
     every = cfg.strategy.get("checkpoint_every", 2)
     candidates, failed = _candidates(space, probed, work, hardware, every)
+    if settings.measure:
+        print(f"fms-plan: measuring on this machine, rounds of {list(settings.measure_steps)} steps", flush=True)
+        candidates = measured(candidates, as_given, choices, settings.measure_first, list(settings.measure_steps))
     what_if = _what_if(cfg, settings, hardware, work, probed, candidates, devices, every)
     made = report.Plan(
         cfg.name, hardware, run, candidates, what_if, devices, settings.amortise_years, notes, failed

@@ -96,8 +96,9 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def chosen(candidates: Iterable[Candidate]) -> Candidate | None:
-    """The fastest that fits, else the fastest that may."""
+    """The fastest that fits, else the fastest that may; of those that were measured, where some were."""
     order = ranked(candidates)
+    order = [c for c in order if c.measured is not None] or order
     return next((c for c in order if c.verdict is Verdict.FIT), order[0] if order else None)
 
 

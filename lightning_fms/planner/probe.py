@@ -91,6 +91,7 @@ def _step(subject: Subject, rows: int, micro_batches: int, begin: Callable[..., 
         begin("input", last)
         with subject.computing():
             loss = subject.training_step(rows)
+            begin("backward loss", last)
             (loss / micro_batches).backward()
             del loss
     begin("optimizer", True)

@@ -47,6 +47,25 @@ def test_a_plan_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     assert (cfg.model.net.dim, cfg.data.seq_len, cfg.kernels) == (32, 32, {})
 
 
+def test_a_plan_is_measured_in_real_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    only = ("plan.measure=true", "plan.measure_steps=[3]", "plan.measure_first=1", "plan.largest_micro_batch=2")
+    asked = (*SHORT, "trainer.devices=1", "hardware=rtx3090", "plan.device_counts=[1]", "plan.plots=false")
+    assert planned(monkeypatch, *asked, *NARROW, *only) == 0
+    shown = capfd.readouterr().out
+    assert "s a step, over 3 steps" in shown
+    assert "Step times of 1 configurations are measured on this machine" in shown
+    found = json.loads(Path("runs/plans/quickstart/plan.json").read_text())
+    assert found["chosen"]["step_seconds"]["measured"] > 0
+    times = [c["step_seconds"]["measured"] for c in found["candidates"]]
+    assert len(times) == 2
+    assert times.count(None) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert not Path("runs/quickstart").exists()
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
