@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_fms.commands.documents import is_decoded
-from lightning_fms.commands.tables import table
 from lightning_fms.data.audit import Reading, readings
 from lightning_fms.data.loader import StreamLoader
 from lightning_fms.data.sources import DocumentError
+from lightning_fms.tables import table
 
 if TYPE_CHECKING:
     from lightning_fms.commands.runs import Kept

@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 from lightning_fms.commands import exchange
 from lightning_fms.commands.stored import found_in, newest
-from lightning_fms.commands.tables import table
 from lightning_fms.distributed import checkpoint, commit
 from lightning_fms.distributed.commit import CheckpointError
+from lightning_fms.tables import table
 
 PROGRAM = "fms-checkpoint"
 _SCORES = "scores.json"  # written by the callback that saves

@@ -13,9 +13,9 @@ from typing import Any
 
 from lightning_fms.commands.arguments import add_source_options, count
 from lightning_fms.commands.sample import sample
-from lightning_fms.commands.tables import table
 from lightning_fms.data.loader import StreamLoader
 from lightning_fms.data.sources import DocumentError
+from lightning_fms.tables import table
 
 _TOLD_EPOCHS = 3
 _CURVE = 200  # points of a plot

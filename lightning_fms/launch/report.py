@@ -4,8 +4,8 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_fms.commands.tables import table
 from lightning_fms.launch.jobs import Job, Record
+from lightning_fms.tables import table
 
 TABLE = "results.csv"
 # Of the sweeps of this process that have not said how they ended.
