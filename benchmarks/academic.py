@@ -19,15 +19,15 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from lightning_fms import app
-from lightning_fms.plan_jobs import Probed, probe, structure_of
-from lightning_fms.plan_probe import Structure
 from lightning_fms.planner.candidates import Candidate, chosen
 from lightning_fms.planner.hardware import Hardware
 from lightning_fms.planner.memory import Verdict
 from lightning_fms.planner.settings import PlanSettings
 from lightning_fms.planner.space import Configuration, enumerate_space
 from lightning_fms.planner.throughput import DAY, Work
-from lightning_fms.planning import count_work, elsewhere, job_for, judged, with_activations
+from lightning_fms.planning.jobs import Probed, probe, structure_of
+from lightning_fms.planning.plan import count_work, elsewhere, job_for, judged, with_activations
+from lightning_fms.planning.probe import Structure
 
 MODELS = ("160m", "410m", "1b", "2_8b", "6_9b")
 GPUS = ("rtx3090", "a6000", "a100", "h100", "h200")

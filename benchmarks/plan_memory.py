@@ -15,11 +15,11 @@ import time
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_fms.plan_jobs import prediction, probe, structure_of
 from lightning_fms.planner.memory import GIB, Outside
 from lightning_fms.planner.settings import PlanSettings
 from lightning_fms.planner.space import Configuration, enumerate_space
-from lightning_fms.planning import job_for
+from lightning_fms.planning.jobs import prediction, probe, structure_of
+from lightning_fms.planning.plan import job_for
 
 # Shape of the model, tokens of a row, rows; GiB by (precision, kernels).
 SHAPES = {

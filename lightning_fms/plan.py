@@ -20,7 +20,7 @@ from lightning_fms.train import CONFIG_PATH, VERSION_BASE, one_line, report
 def task(cfg: DictConfig) -> None:
     """One plan."""
     # Torch and Lightning take seconds to import, which a misspelled override should not cost.
-    from lightning_fms.planning import plan  # noqa: PLC0415
+    from lightning_fms.planning.plan import plan  # noqa: PLC0415
 
     try:
         plan(cfg, dict(HydraConfig.get().runtime.choices))

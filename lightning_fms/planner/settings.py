@@ -69,6 +69,8 @@ class PlanSettings:
             values = list(getattr(self, name))
             if not values or min(values) < 1:
                 raise ValueError(f"plan.{name}={values}: give whole numbers above 0")
+        if odd := [mode for mode in self.checkpointing if mode not in ("none", "selective", "full")]:
+            raise ValueError(f"plan.checkpointing={odd}: a plan knows none, selective (every n-th block) and full")
         for name in ("checkpointing", "offload", "kernels"):
             if not list(getattr(self, name)):
                 raise ValueError(f"plan.{name}=[]: give at least one")

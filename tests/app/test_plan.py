@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from lightning_fms.plan import main
-from lightning_fms.plan_experiment import write_experiment
+from lightning_fms.planning.experiment import write_experiment
 from tests.app.app_runs import SHORT, call
 
 # One structure, so one probe.

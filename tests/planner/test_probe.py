@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from lightning_fms.plan_jobs import probe, scratch_bytes, structure_of, variant_of
 from lightning_fms.planner.memory import at_size
 from lightning_fms.planner.space import Configuration
+from lightning_fms.planning.jobs import probe, scratch_bytes, structure_of, variant_of
 
 DIM, LAYERS, VOCAB, FFN, TOKENS = 64, 6, 512, 192, 32
 # Untied: embedding and head, the last norm; per block attention, feed-forward, two norms.

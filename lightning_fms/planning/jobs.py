@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fms.kernels.linear_cross_entropy import CHUNK_BYTES, NATIVE_CHUNKS, chunk_rows
-from lightning_fms.plan_probe import Structure
 from lightning_fms.planner.memory import Grid, Outside, Prediction, predict, resharded
 from lightning_fms.planner.space import Configuration
+from lightning_fms.planning.probe import Structure
 
 MOST_PROCESSES = 4
 
@@ -63,7 +63,7 @@ def probe(
     """Run the probes that configurations need.
 
     Args:
-        job: all of a job but its structures; see `plan_probe`.
+        job: all of a job but its structures; see `planning.probe`.
         configurations: to predict afterwards.
         processes: at once; None = one for each core, at most 4.
     """
@@ -98,7 +98,7 @@ def _cores() -> int:
 
 
 def _start(path: Path) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "lightning_fms.plan_probe", str(path), str(path.with_suffix(".jsonl"))]
+    command = [sys.executable, "-m", "lightning_fms.planning.probe", str(path), str(path.with_suffix(".jsonl"))]
     # Nothing here is distributed, and no GPU is used; a launcher's variables would say otherwise.
     hidden = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}

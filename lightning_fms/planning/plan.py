@@ -21,14 +21,9 @@ from torch import nn
 
 from lightning_fms import app
 from lightning_fms.callbacks.flops import count_train_flops, matmul_weights
-from lightning_fms.tables import table
 from lightning_fms.config_check import ConfigError
 from lightning_fms.data.tokenizer import open_tokenizer
 from lightning_fms.distributed.blocks import find_blocks
-from lightning_fms.plan_experiment import write_experiment
-from lightning_fms.plan_jobs import Probed, activation_bytes, prediction, probe, structure_of
-from lightning_fms.plan_measure import measured
-from lightning_fms.plan_probe import Structure
 from lightning_fms.planner import report
 from lightning_fms.planner.candidates import Candidate, Run, chosen
 from lightning_fms.planner.hardware import Hardware
@@ -37,6 +32,11 @@ from lightning_fms.planner.probe import keep_blocks
 from lightning_fms.planner.settings import PlanSettings
 from lightning_fms.planner.space import Configuration, enumerate_space
 from lightning_fms.planner.throughput import Work, step_time
+from lightning_fms.planning.experiment import write_experiment
+from lightning_fms.planning.jobs import Probed, activation_bytes, prediction, probe, structure_of
+from lightning_fms.planning.measure import measured
+from lightning_fms.planning.probe import Structure
+from lightning_fms.tables import table
 
 
 def plan(cfg: DictConfig, choices: Mapping[str, Any]) -> report.Plan:
@@ -73,6 +73,8 @@ def plan(cfg: DictConfig, choices: Mapping[str, Any]) -> report.Plan:
     every = cfg.strategy.get("checkpoint_every", 2)
     candidates, failed = _candidates(space, probed, work, hardware, every)
     if settings.measure:
+        if nodes > 1:
+            raise ConfigError(f"plan.measure=true with trainer.num_nodes={nodes}: measure on one machine")
         print(f"fms-plan: measuring on this machine, rounds of {list(settings.measure_steps)} steps", flush=True)
         candidates = measured(candidates, as_given, choices, settings.measure_first, list(settings.measure_steps))
     what_if = _what_if(cfg, settings, hardware, work, probed, candidates, devices, every)
@@ -97,6 +99,10 @@ def _check(cfg: DictConfig) -> None:
         raise ConfigError(
             f"data.seq_len={cfg.data.get('seq_len')}: a plan needs the tokens of a row; give data.seq_len=<value>"
         )
+    unknown = {"tensor": 1, "save_ops": None}
+    for key, default in unknown.items():
+        if cfg.strategy.get(key, default) != default:
+            raise ConfigError(f"strategy.{key}={cfg.strategy[key]}: a plan does not know it yet; leave it out here")
     if not str(cfg.strategy._target_).endswith("FSDPCompileStrategy"):
         raise ConfigError(
             f"strategy={cfg.strategy._target_}: only FSDPCompileStrategy can be planned; give strategy=fsdp_compile"
@@ -275,7 +281,7 @@ def _publish(made: report.Plan, cfg: DictConfig, choices: Mapping[str, Any], set
     print("\n".join(["", *(f"  wrote  {path}" for path in written), "", "Next:"]))
     if best.verdict is Verdict.MAYBE:
         print(f"  no configuration fits for sure; this one may (at most {best.memory.high / GIB:.1f} GiB)")
-    print(f"  {_command(best, folder)}", flush=True)
+    print(f"  {_command(best, folder, cfg.trainer.get('num_nodes', 1))}", flush=True)
 
 
 def _pictures(made: report.Plan, folder: Path, settings: PlanSettings) -> list[Path]:
@@ -293,12 +299,22 @@ def _experiment(made: report.Plan, best: Candidate, cfg: DictConfig, choices: Ma
         f"{made.devices} x {made.hardware.name}: {best.memory.low / GIB:.1f} to {best.memory.high / GIB:.1f} GiB, "
         f"{best.days(made.run):.3g} days; {'measured' if best.measured is not None else 'estimated'}"
     )
-    write_experiment(path, cfg, choices, best.configuration.overrides(), _command(best, folder), remark)
+    write_experiment(
+        path,
+        cfg,
+        choices,
+        best.configuration.overrides(),
+        _command(best, folder, cfg.trainer.get("num_nodes", 1)),
+        remark,
+    )
     return path
 
 
-def _command(best: Candidate, folder: Path) -> str:
-    start = "fms-train"
-    if best.configuration.devices > 1:
-        start = f"torchrun --nproc-per-node={best.configuration.devices} -m lightning_fms.train"
+def _command(best: Candidate, folder: Path, nodes: int = 1) -> str:
+    start, local = "fms-train", best.configuration.devices // nodes
+    if nodes > 1:
+        meeting = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=<host>"
+        start = f"torchrun {meeting} --nproc-per-node={local} -m lightning_fms.train"
+    elif local > 1:
+        start = f"torchrun --nproc-per-node={local} -m lightning_fms.train"
     return f"{start} --config-dir {quote(str(folder))} experiment=planned"

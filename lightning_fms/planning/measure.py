@@ -23,10 +23,10 @@ from omegaconf import DictConfig
 from lightning_fms.callbacks.cadence import StepClock
 from lightning_fms.callbacks.throughput import synchronize
 from lightning_fms.config_check import ConfigError
-from lightning_fms.plan_experiment import write_experiment
 from lightning_fms.planner.candidates import Candidate, ranked
 from lightning_fms.planner.measure import Trial, halve
 from lightning_fms.planner.memory import Verdict
+from lightning_fms.planning.experiment import write_experiment
 
 _OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "HIP out of memory")
 
@@ -119,7 +119,7 @@ def _runner(cfg: DictConfig, choices: Mapping[str, Any], folder: Path) -> Callab
             "experiment=trial",
             f"trainer.max_steps={steps}",
         ]
-        command += [f"paths.root={folder}/runs", "+callbacks.times._target_=lightning_fms.plan_measure.StepTimes"]
+        command += [f"paths.root={folder}/runs", "+callbacks.times._target_=lightning_fms.planning.measure.StepTimes"]
         command += [f"+callbacks.times.path={times}"]
         if "warmup_steps" in (cfg.get("scheduler") or {}):
             command.append("scheduler.warmup_steps=1")

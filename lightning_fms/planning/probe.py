@@ -1,4 +1,4 @@
-"""The process in which `fms-plan` follows training steps of fake tensors: `python -m lightning_fms.plan_probe JOB RESULTS`.
+"""The process in which `fms-plan` follows training steps of fake tensors: `python -m lightning_fms.planning.probe JOB RESULTS`.
 
 Here the planner's probe meets the suite: the model comes from the config, and kernels, FP8 and sharding are applied by the
 code that a real run uses, in its order. It is a process of its own because of what it does to PyTorch: a process group
@@ -94,7 +94,8 @@ def _probe(job: Mapping[str, Any], structure: Structure, graphs: Graphs, fake: F
     period = checkpoint_every if structure.activation_checkpointing == "selective" else 1
     result: dict[str, Any] = {"grid": {variant: {} for variant in structure.variants}}
     with _process_group(structure) as mesh, fake:
-        depth = len(find_blocks(app.lightning_module(OmegaConf.create(job["config"]))))
+        named = job["config"]["strategy"].get("blocks")
+        depth = len(find_blocks(app.lightning_module(OmegaConf.create(job["config"])), named))
         for blocks in depth_pair(depth, period):
             graphs.tracker = MemoryTracker()
             subject, facts = _subject(job, structure, mesh, graphs, blocks if blocks != depth else None)
