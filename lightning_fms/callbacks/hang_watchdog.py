@@ -10,7 +10,6 @@ the one to look at. A process that was stopped as a whole, by a debugger or a sl
 import faulthandler
 import os
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,12 +18,13 @@ from typing import Any
 import lightning as L
 
 from lightning_fms.callbacks.collectives import waiting
+from lightning_fms.callbacks.stop_signals import leave, say, say_stacks
 
 EXIT_CODE = 124  # as of `timeout`
 
 
 class HangWatchdog(L.Callback):
-    """End the process, with exit code 124 and a report, when training does not move.
+    """End the process, with exit code 124 and a report, when training or a validation does not move.
 
     Args:
         timeout_s: seconds without a batch, a backward pass or an optimizer step. 600: much more than any step, much less than an
@@ -51,7 +51,9 @@ class HangWatchdog(L.Callback):
         self._state = what, time.monotonic(), self.patient_s if patient else self.timeout_s
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Begin to watch."""
+        """Begin to watch; testing and predicting are left alone."""
+        if stage not in ("fit", "validate"):
+            return
         self._rank = trainer.global_rank
         self._first = True
         self._beat("start", patient=True)
@@ -126,22 +128,22 @@ class HangWatchdog(L.Callback):
 
     def _end(self, what: str, seconds: float) -> None:
         """Report, and end the process."""
+        leave(EXIT_CODE, lambda: self._report(what, seconds))
+
+    def _report(self, what: str, seconds: float) -> None:
         lines = [
             f"rank {self._rank} on {socket.gethostname()} (process {os.getpid()}) has not moved for {seconds:.0f} s: "
             f"{what}, step {self._step}",
             *(f"  waits in {one}" for one in self._waiting()),
         ]
-        print("\n".join(lines), file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-        try:
-            if self.dirpath is not None:
-                self.dirpath.mkdir(parents=True, exist_ok=True)
-                with (self.dirpath / f"rank-{self._rank}.txt").open("w") as file:
-                    file.write("\n".join(lines) + "\n")
-                    file.flush()
-                    faulthandler.dump_traceback(file, all_threads=True)
-        finally:
-            os._exit(EXIT_CODE)
+        say("\n".join(lines))
+        say_stacks()
+        if self.dirpath is not None:
+            self.dirpath.mkdir(parents=True, exist_ok=True)
+            with (self.dirpath / f"rank-{self._rank}.txt").open("w") as file:
+                file.write("\n".join(lines) + "\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
 
     def _waiting(self) -> list[str]:
         try:

@@ -4,19 +4,48 @@ Python runs a signal handler between two instructions of the main thread: in the
 thread waits in a collective, not at all. So the handler does nothing but set a flag. `signal.set_wakeup_fd` makes the
 interpreter also write the signal's number into a pipe, at the moment it comes and whatever the main thread does; a thread that
 reads this pipe starts the clock. When the time is up and the process has not left by itself, it is made to leave, with the
-stack of every thread on record.
+stack of every thread on record. A forked child shares the pipe and the handlers, so a signal to it alone would be taken for
+one to its parent; it gives both up at once, and dies of the signal as it did before.
 """
 
 import faulthandler
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+_STDERR = 2
+
+
+def rank_name() -> str:
+    """The rank of this process, as its launcher names it; `"0"` where there is none."""
+    names = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+    return next((os.environ[name] for name in names if name in os.environ), "0")
+
+
+def say(text: str) -> None:
+    """Write a line to stderr, whatever `sys.stderr` is; where nobody can read it, do nothing."""
+    with suppress(OSError):
+        os.write(_STDERR, f"{text}\n".encode(errors="replace"))
+
+
+def say_stacks() -> None:
+    """Write the stack of every thread to stderr."""
+    faulthandler.dump_traceback(_STDERR, all_threads=True)
+
+
+def leave(code: int, last: Callable[[], object]) -> NoReturn:
+    """Do the last thing, and end the process from any thread, even if that fails."""
+    try:
+        last()
+    finally:
+        os._exit(code)
 
 
 class StopSignals:
@@ -41,6 +70,8 @@ class StopSignals:
         self._former: dict[int, Any] = {}
         self._former_fd = -1
         self._pipe: tuple[int, int] | None = None
+
+        _MADE.add(self)
 
     def install(self) -> None:
         """Take over the signals.
@@ -68,6 +99,17 @@ class StopSignals:
         signal.set_wakeup_fd(self._former_fd)
         (_, write), self._pipe = self._pipe, None
         os.close(write)  # the thread reads the end of the pipe, and closes its side
+
+    def give_up_in_child(self) -> None:
+        """Leave the parent's signals alone, and have the former handlers again."""
+        if self._pipe is None:
+            return
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._former.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        for end in self._pipe:
+            os.close(end)
+        self._pipe, self.received, self.hasty = None, None, False
 
     def act_hastily(self, hasty: bool) -> None:
         """Say whether a signal may end the process at once; one that has come already does."""
@@ -98,16 +140,28 @@ class StopSignals:
                 if self.hasty:
                     self._leave(number, "stopped at once by")
             if self._former_fd >= 0:
-                os.write(self._former_fd, numbers)
+                with suppress(OSError):
+                    os.write(self._former_fd, numbers)
 
-    def _leave(self, number: int, what: str) -> None:
+    def _leave(self, number: int, what: str) -> NoReturn:
         """End the process from any thread."""
-        if what:
-            print(f"rank {os.environ.get('RANK', '0')}: {what} {signal.Signals(number).name}", file=sys.stderr)
-        if "within" in what:
-            faulthandler.dump_traceback(all_threads=True)
-        try:
+
+        def last() -> None:
+            if what:
+                say(f"rank {rank_name()}: {what} {signal.Signals(number).name}")
+            if "within" in what:
+                say_stacks()
             self._before_leaving()
-        finally:
-            sys.stderr.flush()
-            os._exit(self.exit_codes[number])
+
+        leave(self.exit_codes[number], last)
+
+
+_MADE: WeakSet[StopSignals] = WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for signals in list(_MADE):
+        signals.give_up_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
