@@ -5,9 +5,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 _COUNT = "import torch; print(torch.cuda.device_count())"
+# An import of torch from a cold file system takes a minute at worst; a driver that hangs never answers.
+_COUNT_S = 120.0
+_KILLED_S = 5.0
 
 
 def visible_gpus() -> list[str]:
@@ -15,10 +19,27 @@ def visible_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "" or (not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists()):
         return []
-    counted = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True)
-    count = int(counted.stdout.strip() or 0) if counted.returncode == 0 else 0
+    count = count_gpus()
     names = [name.strip() for name in visible.split(",")] if visible is not None else list(map(str, range(count)))
     return names[:count]
+
+
+def count_gpus() -> int:
+    """How many GPUs a new process sees; 0 if it fails, or has no answer in two minutes, which is said."""
+    counting = subprocess.Popen(
+        [sys.executable, "-c", _COUNT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        said, _ = counting.communicate(timeout=_COUNT_S)
+    except subprocess.TimeoutExpired:
+        print(
+            f"GPUs could not be counted in {_COUNT_S:g} s: going on as if there were none", file=sys.stderr, flush=True
+        )
+        counting.kill()
+        with suppress(subprocess.TimeoutExpired):  # `subprocess.run` waits for ever for what a driver holds.
+            counting.communicate(timeout=_KILLED_S)
+        return 0
+    return int(said.strip() or 0) if counting.returncode == 0 else 0
 
 
 def devices_of(asked: object, there: int) -> int | list[int]:

@@ -97,7 +97,8 @@ class Record:
 def read_record(folder: Path) -> Record | None:
     """What is known of the sweep in a folder; `None` if there was none.
 
-    A job that was running and left a result has ended while nobody looked.
+    A job that was running and left a result with an objective has ended while nobody looked. One without has failed over its
+    objective, or had none: it goes on from its last checkpoint, and says so again.
 
     Raises:
         ValueError: if the record cannot be read.
@@ -111,7 +112,8 @@ def read_record(folder: Path) -> Record | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / RECORD}: is no record of a sweep ({type(error).__name__})") from None
     for job in record.jobs:
-        if job.status == "running" and (result := read_result(record.run(job))) is not None:
+        result = read_result(record.run(job)) if job.status == "running" else None
+        if result is not None and result.objective is not None:
             job.status, job.result = "done", result
     return record
 

@@ -39,6 +39,8 @@ _INHERITED = (
 )  # fmt: skip
 _SHOWN_LINES = 12
 _AFTER_FAILURE_S = 10.0
+# The watching process gives up by itself after `guard.PATIENCE_S`, and names what is left.
+_WATCH_MORE_S = 10.0
 _GUARD = [sys.executable, "-I", "-S", guard.__file__]
 
 
@@ -100,6 +102,7 @@ class ProcessGroup:
         self.settle_s, self.grace_s = settle_s, grace_s
         self.first: Outcome | None = None
         self._ask_at = self._kill_at = float("inf")
+        self._passed_on = False
         self._port = _reserve_port()
         logs.parent.mkdir(parents=True, exist_ok=True)
         base = {name: value for name, value in os.environ.items() if name not in _INHERITED}
@@ -139,11 +142,14 @@ class ProcessGroup:
             # A rank that a signal ended is the cause; its peers fail of that.
             rank, code = min(failed, key=lambda ended: (ended[1] or 0) > 0)
             self.first = self._outcome(rank, code or 0)
-            self._ask_at = min(self._ask_at, now + self.settle_s)
+            if not self._passed_on:
+                self._ask_at = now + self.settle_s
         if now >= self._ask_at:  # There is nothing that they could still do together.
-            self.send(signal.SIGTERM, min(self.grace_s, _AFTER_FAILURE_S))
+            self._ask(signal.SIGTERM, min(self.grace_s, _AFTER_FAILURE_S))
         if now >= self._kill_at:
             self._signal(signal.SIGKILL)
+        if now >= self._kill_at + guard.PATIENCE_S and self._processes:
+            self._leave()
         if self._processes:
             return None
         self._close()
@@ -155,22 +161,40 @@ class ProcessGroup:
             time.sleep(every_s)
         return outcome
 
-    def send(self, signum: int, grace_s: float | None = None) -> None:
-        """Pass a signal on to all ranks; those that have not ended `grace_s` later, by default the group's, are killed."""
-        self._ask_at = float("inf")
-        self._kill_at = min(self._kill_at, time.monotonic() + (self.grace_s if grace_s is None else grace_s))
-        for process in self._processes.values():
-            os.kill(process.pid, signum)  # It has not been waited for, so the number is its own.
+    def send(self, signum: int) -> None:
+        """Pass a signal on to all ranks; those that have not ended `grace_s` later are killed.
+
+        A rank that ends of it with 143 does not cut that time short for the others: the first may still save and requeue.
+        """
+        self._passed_on = True
+        self._ask(signum, self.grace_s)
 
     def kill(self) -> None:
-        """End everything now."""
+        """End everything now; what the kernel does not let end is named and left."""
+        end = time.monotonic() + guard.PATIENCE_S
         while self._processes:
             self._signal(signal.SIGKILL)
             for rank in list(self._processes):
                 if code := self._reap(rank):
                     self.first = self.first or self._outcome(rank, code)
+            if self._processes and time.monotonic() >= end:
+                self._leave()
             time.sleep(0.01)
         self._close()
+
+    def _ask(self, signum: int, grace_s: float) -> None:
+        self._ask_at = float("inf")
+        self._kill_at = min(self._kill_at, time.monotonic() + grace_s)
+        for process in self._processes.values():
+            os.kill(process.pid, signum)  # It has not been waited for, so the number is its own.
+
+    def _leave(self) -> None:
+        """Go on without the ranks that are left."""
+        rank, process = min(self._processes.items())
+        told = f"process {process.pid} has not ended of SIGKILL"
+        self.first = self.first or Outcome(128 + signal.SIGKILL, rank, lines=(told,), log=self.log(rank))
+        guard.tell_left([process.pid for process in self._processes.values()])
+        self._processes.clear()
 
     def _start(self, rank: int, command: Sequence[str], environment: dict[str, str]) -> None:
         path = self.log(rank)
@@ -237,7 +261,10 @@ class ProcessGroup:
         if not self._watch.stdin.closed:
             with suppress(BrokenPipeError):
                 self._watch.stdin.close()
-            self._watch.wait()
+            try:
+                self._watch.wait(guard.PATIENCE_S + _WATCH_MORE_S)
+            except subprocess.TimeoutExpired:
+                guard.tell_left([self._watch.pid])
             self._port.close()
 
 

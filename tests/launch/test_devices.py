@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fms.launch.devices import Pool, devices_of, visible_gpus
+from lightning_fms.launch import devices as launch_devices
+from lightning_fms.launch.devices import Pool, count_gpus, devices_of, visible_gpus
 from lightning_fms.launch.jobs import Record
 from lightning_fms.launch.sweep import Sweep, Task
 
@@ -46,6 +47,18 @@ def test_on_a_cpu_jobs_share_it_one_at_a_time_unless_more_are_asked_for() -> Non
 def test_a_machine_without_gpus_has_none(monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == []
+
+
+def test_gpus_are_counted_by_a_process_that_may_fail_or_hang(monkeypatch, capsys) -> None:
+    for script, count in (("print(3)", 3), ("print(3); raise SystemExit(1)", 0), ("", 0)):
+        monkeypatch.setattr(launch_devices, "_COUNT", script)
+        assert count_gpus() == count
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(launch_devices, "_COUNT", "import time; time.sleep(600)")
+    monkeypatch.setattr(launch_devices, "_COUNT_S", 0.1)
+    monkeypatch.setattr(launch_devices, "_KILLED_S", 60.0)
+    assert count_gpus() == 0
+    assert capsys.readouterr().err == "GPUs could not be counted in 0.1 s: going on as if there were none\n"
 
 
 # Ends only when another job runs at the same time.

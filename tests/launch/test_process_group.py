@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from launched import RANK, assert_gone, pids, wait_for
 
+from lightning_fms.launch import guard, process_group
 from lightning_fms.launch.process_group import ProcessGroup, last_lines
 
 
@@ -146,9 +147,72 @@ def test_ranks_that_do_not_listen_are_killed(twice: bool) -> None:
     for rank in range(2):
         wait_for(Path(f"ready.{rank}"))
     launcher.send_signal(signal.SIGINT)
-    for rank in range(2):
-        wait_for(Path(f"signal.{rank}"))
     if twice:
+        for rank in range(2):
+            wait_for(Path(f"signal.{rank}"))
         launcher.send_signal(signal.SIGINT)
     assert launcher.wait() == 137
     assert_gone(numbers)
+
+
+REQUEUES = """
+def save(*_):
+    if rank == "1": sys.exit(143)
+    while not os.path.exists("go"): time.sleep(0.01)
+    open("requeued", "w")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+open(f"ready.{rank}", "w")
+while True: time.sleep(600)
+"""
+
+
+def test_a_rank_that_ends_of_a_signal_passed_on_leaves_the_others_their_time(monkeypatch) -> None:
+    monkeypatch.setattr(process_group, "_AFTER_FAILURE_S", 0.0)
+    running = group(RANK + REQUEUES, 2, settle_s=0.0, grace_s=600)
+    for rank in range(2):
+        wait_for(Path(f"ready.{rank}"))
+    running.send(signal.SIGTERM)
+    while running.first is None:
+        assert running.poll() is None
+    for _ in range(3):
+        assert running.poll() is None
+    Path("go").touch()
+    assert running.wait().code == 143
+    assert Path("requeued").exists()
+
+
+class Held(ProcessGroup):
+    """Whose ranks the kernel does not let end."""
+
+    def _signal(self, signum: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("ends", [ProcessGroup.kill, ProcessGroup.wait])
+def test_what_cannot_be_killed_is_named_and_left(ends, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(guard, "PATIENCE_S", 0.1)
+    deaf = "\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen('deaf', 'w')\nwhile True: time.sleep(600)"
+    monkeypatch.setattr(process_group, "_WATCH_MORE_S", 600)
+    running = Held([sys.executable, "-c", RANK + deaf], 1, Path("logs/job"), terminal=False, grace_s=0.0)
+    wait_for(Path("deaf"))
+    rank = running._processes[0]
+    running.send(signal.SIGTERM)
+    ends(running)
+    told = f"process {rank.pid} has not ended of SIGKILL"
+    assert running.first is not None
+    assert (running.first.code, running.first.rank, running.first.lines) == (137, 0, (told,))
+    assert capfd.readouterr().err == f"not ended in 0.1 s, going on without: process {rank.pid}\n"
+    rank.wait()  # The watching process ends it after all.
+
+
+def test_a_watching_process_that_does_not_end_is_named_and_left(monkeypatch, capfd) -> None:
+    monkeypatch.setattr(guard, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(process_group, "_WATCH_MORE_S", 0.0)
+    running = group("import time; time.sleep(600)", 1)
+    os.kill(running._watch.pid, signal.SIGSTOP)
+    running._signal(signal.SIGKILL)
+    assert running.wait().signal == signal.SIGKILL
+    assert f"going on without: process {running._watch.pid}\n" in capfd.readouterr().err
+    os.kill(running._watch.pid, signal.SIGCONT)
+    assert running._watch.wait() == 0

@@ -192,6 +192,7 @@ def test_a_signal_ends_it_with_all_ranks_and_starts_none_again(number: int) -> N
         [sys.executable, "-c", START], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     ranks = [int(wait_for(Path(f"attempt.0.{rank}")).split()[0]) for rank in range(2)]
+    wait_for(Path("my run/run.yaml"))
     running.send_signal(number)
     out, _ = running.communicate(timeout=120)
     assert_gone(ranks)
