@@ -109,6 +109,10 @@ def check(cfg: DictConfig) -> None:
     first = {group: plain[group] for group in ("trainer", "data", "optimizer", "scheduler") if group in plain}
     check_targets({**first, **plain}, supplied={VOCAB, *_filled_in(plain)})
     _check_supplied(cfg)
+    if cfg.get("weights") and cfg.resume not in (None, "auto"):
+        raise ConfigError(
+            f"weights={cfg.weights} with resume={cfg.resume}: the checkpoint brings weights; give one of the two"
+        )
     if cfg.get("weights") and not Path(cfg.weights).exists():
         raise ConfigError(
             f"weights={cfg.weights}: nothing there; give a checkpoint, or a file or folder of safetensors"

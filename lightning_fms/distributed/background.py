@@ -3,8 +3,8 @@
 What a step changes is copied to host memory, which on a GPU needs no waiting: the copies are queued on a stream of their own,
 the next forward and backward passes only read the weights, and it is the next optimizer step that waits for them
 (`Pending.copied`). From there on a thread makes the same save as always (`checkpoint.save`), with a gloo group of its own, so
-that its collectives mix with no others, and one at a time. The host memory is kept from save to save: pinned, and as large as
-this rank's shards.
+that its collectives mix with no others, and one at a time. The host memory is kept from save to save: pinned, as large as this
+rank's shards, each rounded up to a power of two.
 
 What went wrong is kept until somebody asks: `Pending.result` raises it, on all ranks.
 """
@@ -12,6 +12,7 @@ What went wrong is kept until somebody asks: `Pending.result` raises it, on all 
 import threading
 import warnings
 from collections.abc import Collection, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 class Pending:
     """A save on its way."""
 
-    def __init__(self, copied: torch.cuda.Event | None) -> None:
+    def __init__(self, copied: torch.cuda.Event | None, sources: Any = None) -> None:
         self._copied = copied
+        self._sources = sources  # what is copied from has to live until it is, also where a state dict made it for us
+        self._device = torch.cuda.current_device() if copied is not None else None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -81,7 +84,9 @@ class Pending:
         def guarded() -> None:
             try:
                 if self._copied is not None:
+                    torch.cuda.set_device(self._device)  # a new thread begins on the first one
                     self._copied.synchronize()
+                self._sources = None
                 task()
             except BaseException as error:
                 self._error = error
@@ -117,10 +122,14 @@ class Pending:
 
 
 class BackgroundSaver:
-    """Makes one save at a time. Making one is collective where there are several ranks, and so is `save`."""
+    """Makes one save at a time. Making one is collective where there are several ranks, and so is `save`.
 
-    def __init__(self) -> None:
-        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+    Args:
+        timeout: of its collectives; None is gloo's own.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        group = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
         assert group is None or isinstance(group, dist.ProcessGroup)
         self._group, self._staging = group, Staging()
         self._pending: Pending | None = None
@@ -131,20 +140,25 @@ class BackgroundSaver:
         """Copy Lightning's checkpoint dict, and begin to write it as a committed folder; see `restore.save_folder`.
 
         Raises:
-            RuntimeError: the save before this one has not ended.
+            CheckpointError: a rank could not copy, or its save before this one has not ended; on all ranks.
             ValueError: the state could not be read back.
         """
-        if self._pending is not None and not self._pending.done():
-            raise RuntimeError("a save is still on its way; ask for its result first")
         tensors, plain = restore.split(checkpoint_state)
         step = int(checkpoint_state["global_step"])
         content = restore.serialized(plain, foreign, self._group)
         if not dist.is_initialized():  # in this thread: a thread that changes filters changes everybody's
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        copies, event = self._staging.copy(tensors, volatile)
-        self._pending = Pending(event)
+        copies, event = checkpoint.read_everywhere(lambda: self._copies(tensors, volatile), self._group)
+        self._pending = Pending(event, tensors)
         self._pending.begin(lambda: checkpoint.save(path, copies, content, step, self._group))
         return self._pending
+
+    def _copies(
+        self, tensors: Mapping[str, torch.Tensor], volatile: Collection[str]
+    ) -> tuple[dict[str, torch.Tensor], torch.cuda.Event | None]:
+        if self._pending is not None and not self._pending.done():
+            raise RuntimeError("a save is still on its way; ask for its result first")
+        return self._staging.copy(tensors, volatile)
 
     def close(self) -> None:
         """Wait a while for the save on its way, whatever comes of it, and give back group and memory."""

@@ -1,6 +1,7 @@
 """Hand a checkpoint on: safetensors under Hugging Face's names, and back.
 
-One process, no GPU: a checkpoint is read slice by slice, so memory holds one output file at a time. Weights leave as they were
+One process, no GPU: a checkpoint is read slice by slice, so an export holds one output file at a time in memory (an import holds
+the whole model). Weights leave as they were
 trained, in fp32, or rounded once to the dtype asked for. Where the model is this suite's Llama, names become those of
 `LlamaForCausalLM`, and with the number of heads known, which no weight shows, a `config.json` is written too, so that
 `from_pretrained` needs nothing else.

@@ -39,7 +39,8 @@ def load_weights(path: Path, module: nn.Module, strict: bool = True) -> int:
     found = {names.get(name, name): shape for name, shape in shapes.items()}
     wanted = {n: t.shape for n, t in own.items() if n in found or ties.get(n) not in found}
     state.compare(found, wanted, strict, str(path))
-    targets = {name: own[names[name]].detach() for name in names}
+    # Where a folder has both names of a tied weight, the first is the weight.
+    targets = {name: own[mine].detach() for name, mine in names.items() if ties.get(mine) not in found}
     copy(targets)
     return len(targets)
 

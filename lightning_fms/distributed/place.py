@@ -114,14 +114,11 @@ def place(
         blocks, settings.activation_checkpointing, settings.checkpoint_every, settings.save_ops
     )
     compiles = settings.compile is True or (settings.compile == "auto" and device.type == "cuda")
-    if settings.activation_checkpointing == "budget":
-        if not compiles:
-            raise ValueError(
-                f"activation_checkpointing='budget' is the compiler's choice, and compile={settings.compile!r} runs none "
-                f"on {device.type}: set compile=True"
-            )
-        placed.restore_budget = activation.set_budget(settings.activation_budget)
-        report.notes.append(f"activations: the compiler keeps {settings.activation_budget:.0%} of each block's")
+    if settings.activation_checkpointing == "budget" and not compiles:
+        raise ValueError(
+            f"activation_checkpointing='budget' is the compiler's choice, and compile={settings.compile!r} runs none "
+            f"on {device.type}: set compile=True"
+        )
     if compiles:
         report.compiled = compile_blocks(blocks, settings.compile_options, settings.compile_strict, report.notes.append)
     if is_sharded(module):
@@ -136,6 +133,9 @@ def place(
         report.precision = (
             f": {len(placed.masters)} fp32 masters with bf16 copies" if placed.masters is not None else ""
         )
+    if settings.activation_checkpointing == "budget":  # last: it has to be undone, also where something above raises
+        placed.restore_budget = activation.set_budget(settings.activation_budget)
+        report.notes.append(f"activations: the compiler keeps {settings.activation_budget:.0%} of each block's")
     after = {m: m.__dict__.get("forward") for m in before}
     placed.forwards = {m: (before[m], after[m]) for m in before if after[m] is not before[m]}
     return placed

@@ -45,7 +45,8 @@ def accept(plugin: Precision) -> Precision:
     if precision not in ("32-true", "bf16-mixed", "bf16-true"):
         raise ValueError(f"precision={precision!r}: FSDPCompileStrategy takes '32-true', 'bf16-mixed' or 'bf16-true'")
     plugin = BF16Mixed() if type(plugin) is MixedPrecision else plugin
-    plugin.clip_grad_by_norm = partial(_clip_by_norm, plugin)  # type: ignore[method-assign]
+    if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:  # else it is the user's own way
+        plugin.clip_grad_by_norm = partial(_clip_by_norm, plugin)  # type: ignore[method-assign]
     return plugin
 
 

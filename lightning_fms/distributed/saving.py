@@ -83,11 +83,11 @@ class SavingStrategy(ModelParallelStrategy):
         """Begin to write a committed checkpoint folder, and return while it is written; see `background`. Called on all ranks.
 
         Raises:
-            RuntimeError: the save before it has not ended.
+            CheckpointError: a rank could not copy its part, or the save before it has not ended.
             ValueError: the state could not be read back.
         """
         assert self.model is not None
-        self._background = self._background or BackgroundSaver()
+        self._background = self._background or BackgroundSaver(self._timeout)
         path = Path(self.broadcast(str(filepath)))
         buffers = {f"model.{state.clean_name(name)}" for name, _ in self.model.named_buffers()}
         content = {**checkpoint_state, RUN_SEED: self._seed}

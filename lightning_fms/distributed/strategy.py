@@ -115,7 +115,7 @@ class FSDPCompileStrategy(SavingStrategy):
         )
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._replicate, self._shard, self._tensor = replicate, shard, tensor
-        self._repeated_checked = tensor == 1
+        self._repeated_checked = False
         self._accumulate_without_reduce = accumulate_without_reduce
         self._consolidate, self._allow_pickle = checkpoint_format == "consolidated", allow_pickle
         self.report = SetupReport()
@@ -192,6 +192,7 @@ class FSDPCompileStrategy(SavingStrategy):
                 callback.transform_module(module)
         self.model = module = self.precision_plugin.convert_module(module)
         self._seed = self._agree_on_seed()
+        self._repeated_checked = self._tensor == 1
         plugin, mesh = self.precision_plugin, self.device_mesh if self._wraps else None
         rule, masters = policy.fsdp_policy(plugin), policy.computes_in_bf16(plugin)
         self._placed = place(module, self._settings, mesh, self.root_device, self._seed, rule, masters)

@@ -57,9 +57,10 @@ class GatherSequence(ParallelStyle):
         def gather(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            if args:
-                return (_whole(args[0], device_mesh), *args[1:]), kwargs
-            name = next(iter(kwargs))
+            for index, value in enumerate(args):
+                if isinstance(value, torch.Tensor):
+                    return (*args[:index], _whole(value, device_mesh), *args[index + 1 :]), kwargs
+            name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
             return args, {**kwargs, name: _whole(kwargs[name], device_mesh)}
 
         module.register_forward_pre_hook(gather, with_kwargs=True, prepend=True)
