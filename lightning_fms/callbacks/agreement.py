@@ -114,3 +114,8 @@ def end_agreement(trainer: L.Trainer) -> None:
     agreement = _OF.pop(trainer, None)
     if agreement is not None:
         agreement.close()
+
+
+def forget_agreement(trainer: L.Trainer) -> None:
+    """Forget it where ranks may be anywhere, after an exception: nothing is waited for, and the next fit makes a new one."""
+    _OF.pop(trainer, None)

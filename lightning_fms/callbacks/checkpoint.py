@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_fms.callbacks.agreement import agreement_of, end_agreement
+from lightning_fms.callbacks.agreement import agreement_of, end_agreement, forget_agreement
 from lightning_fms.callbacks.cadence import StepClock
 from lightning_fms.callbacks.retention import Retention, Saved
 from lightning_fms.callbacks.save_schedule import SaveSchedule
@@ -78,6 +78,7 @@ class StepCheckpoint(Checkpoint):
         self.asynchronous = asynchronous
         self._pending: tuple[int, Any] | None = None  # (step, what the strategy gave)
         self._overdue = False
+        self._asked = 0  # exchanges since the pending save began
         self._ours: set[str] = set()  # names of checkpoints that are of this run
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -93,8 +94,10 @@ class StepCheckpoint(Checkpoint):
         self._saved_step = trainer.global_step
         self._began = trainer.global_step, time.monotonic()
         self._ours, self._pending, self._overdue = set(), None, False
-        if hasattr(trainer.strategy, "check_state") and not _is_trial(trainer):
-            trainer.strategy.check_state(trainer._checkpoint_connector.dump_checkpoint(False))
+        # Only folders are checked; for one plain file the whole model would be gathered for nothing.
+        strategy: Any = trainer.strategy
+        if getattr(strategy, "saves_in_background", False) and not _is_trial(trainer):
+            strategy.check_state(trainer._checkpoint_connector.dump_checkpoint(False))
         if self._in_background(trainer):
             agreement_of(trainer)
         if trainer.ckpt_path is not None and Path(trainer.ckpt_path).parent.resolve() == self._folder.resolve():
@@ -135,6 +138,16 @@ class StepCheckpoint(Checkpoint):
             self.save_now(trainer)
         end_agreement(trainer)
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """What ranks agreed upon is not for the next fit."""
+        forget_agreement(trainer)
+
+    def is_committed(self, trainer: L.Trainer) -> bool:
+        """Whether the step that the run is at is; waits for a save of it. The same on all ranks, which all call it."""
+        if self._pending is not None:
+            self._finish(trainer)
+        return self._saved_step == trainer.global_step
+
     def save_now(self, trainer: L.Trainer) -> None:
         """Save the step that the run is at, unless it is saved; called on all ranks.
 
@@ -142,9 +155,7 @@ class StepCheckpoint(Checkpoint):
             Exception: what the strategy raised at the last of three tries.
         """
         tries = 0
-        if self._pending is not None:
-            self._finish(trainer)
-        while self._saved_step != trainer.global_step:
+        while not self.is_committed(trainer):
             tries += 1
             error = self._save_and_wait(trainer)
             if error is not None and tries == _LAST_TRIES:
@@ -168,7 +179,7 @@ class StepCheckpoint(Checkpoint):
             self._overdue = True
         else:
             step, began = trainer.global_step, time.monotonic()
-            self._overdue = False
+            self._overdue, self._asked = False, 0
             state = trainer._checkpoint_connector.dump_checkpoint(False)
             self._pending = step, trainer.strategy.save_in_background(state, self._path(step))  # type: ignore[attr-defined]
             self._began_well(trainer, began)
@@ -188,10 +199,13 @@ class StepCheckpoint(Checkpoint):
     def _all_are_through(self, trainer: L.Trainer) -> bool:
         """Whether all ranks were through with the save when the step before this one ended."""
         assert self._pending is not None
-        agreement, (step, pending) = agreement_of(trainer), self._pending
-        agreement.put(_SAVING, 0.0 if pending.done() else 1.0)
+        agreement = agreement_of(trainer)
+        agreement.put(_SAVING, 0.0 if self._pending[1].done() else 1.0)
         agreement.exchange(("step", trainer.global_step))
-        return trainer.global_step >= step + 2 and agreement.get(_SAVING) == 0.0
+        self._asked += (
+            1  # what the first one reads was sent before this save; steps may count double, with two optimizers
+        )
+        return self._asked >= 2 and agreement.get(_SAVING) == 0.0
 
     def _finish(self, trainer: L.Trainer) -> None:
         """Wait for the save in the background, and take note of how it ended; the same on all ranks."""
@@ -200,7 +214,7 @@ class StepCheckpoint(Checkpoint):
         try:
             pending.result()
         except getattr(trainer.strategy, "save_errors", ()) as error:
-            self._saved_step = -1
+            self._saved_step, self._overdue = -1, False  # the next try has its own time
             self._failed(step, trainer.global_step, error)
         else:
             self._committed(trainer, step)
@@ -217,6 +231,7 @@ class StepCheckpoint(Checkpoint):
 
     def _committed(self, trainer: L.Trainer, step: int) -> None:
         self.last_committed_step = step
+        self.schedule.committed()
         self._ours.add(self._path(step).name)
         self._tidy(trainer)
 
@@ -225,7 +240,7 @@ class StepCheckpoint(Checkpoint):
         measured = self.save_seconds, (began - since) / max(1, trainer.global_step - step)
         if self.schedule.mean_hours_to_failure is not None:
             measured = trainer.strategy.broadcast(measured)  # clocks differ
-        self.schedule.saved(trainer.global_step, *measured)
+        self.schedule.began(trainer.global_step, *measured)
         self._began = trainer.global_step, time.monotonic()
 
     @property

@@ -4,9 +4,10 @@ A scheduler that takes a machine back sends SIGTERM, or SIGUSR1 some time before
 never to all at once. Lightning's handlers run collectives and whole saves inside the signal, in the middle of a step, and
 hang where ranks are not at the same place (Lightning-AI/pytorch-lightning#21406, #19916, #20542). Here a signal sets a flag.
 The flags travel with `agreement`, one step ahead and without waiting; at the end of the step at which all ranks read that one
-of them is to stop, they save and leave. A validation is left after the batch at which they read it, with the state of the step
-before it, and is not taken up again. Where nothing is being written yet, while a run starts and restores, a process leaves at once.
-What cannot be left in time, because a rank hangs, is ended by a clock.
+of them is to stop, they save and leave. A validation is left after the batch at which they read it, and not taken up again,
+if the step before it is committed; if not, they save behind it, for during a validation the weights may be others: averaged
+ones, which Lightning's `WeightAveraging` swaps in. Where nothing is being written yet, while a run starts and restores, a
+process leaves at once. What cannot be left in time, because a rank hangs, is ended by a clock.
 """
 
 import os
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_fms.callbacks.agreement import agreement_of, end_agreement
+from lightning_fms.callbacks.agreement import agreement_of, end_agreement, forget_agreement
 from lightning_fms.callbacks.cadence import StepClock
 from lightning_fms.callbacks.stop_signals import StopSignals
 
@@ -36,8 +37,8 @@ class Resilience(L.Callback):
     Args:
         exit_codes: exit code by name of a signal. 143 for SIGTERM and 138 for SIGUSR1, so that whoever restarts a run can tell
             them from a mistake (1, 2) and from the end of a run (0).
-        deadline_s: seconds from a signal until the process ends in any case: long enough for a save, and less than the
-            scheduler leaves between this signal and SIGKILL.
+        deadline_s: seconds from a signal until the process ends in any case: long enough for a validation and a save, and less
+            than the scheduler leaves between this signal and SIGKILL.
         requeue: put a Slurm job back into the queue on SIGUSR1.
 
     Raises:
@@ -62,7 +63,7 @@ class Resilience(L.Callback):
         self._signals: StopSignals | None = None
         self._clock = StepClock()
         self._validation_batch = 0
-        self._agrees_in_validation = False
+        self._agrees_in_validation = self._stops_behind_validation = False
 
     # -- before and after training
 
@@ -100,6 +101,7 @@ class Resilience(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Other ranks may be anywhere: no more agreement. The clock of a signal goes on until the process has ended."""
+        forget_agreement(trainer)
         if self._signals is not None and self._signals.received is None:
             self._signals.remove()
 
@@ -125,7 +127,7 @@ class Resilience(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Batches of a validation are common moments only if all ranks have equally many."""
-        self._validation_batch = 0
+        self._validation_batch, self._stops_behind_validation = 0, False
         if self._signals is None or trainer.sanity_checking:
             return
         numbers = agreement_of(trainer).everyone(float(sum(trainer.num_val_batches)))
@@ -140,12 +142,22 @@ class Resilience(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Stop behind this batch if all agree, as if the validation had not begun."""
+        """Stop behind this batch if all agree, as if the validation had not begun; or behind the last one, to save there."""
         if self._signals is None or trainer.sanity_checking or not self._agrees_in_validation:
+            return
+        if self._stops_behind_validation:
             return
         self._validation_batch += 1
         if self._decided(trainer, ("validation", trainer.global_step, self._validation_batch)):
+            if not _is_committed(trainer):
+                self._stops_behind_validation = True
+                return
             _forget_validation(trainer)
+            self._stop(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop here if that was decided: the weights are those of training again."""
+        if self._stops_behind_validation:
             self._stop(trainer)
 
     def _decided(self, trainer: L.Trainer, moment: tuple) -> bool:
@@ -175,6 +187,12 @@ class Resilience(L.Callback):
 def _saver(trainer: L.Trainer) -> Any:
     callbacks = vars(trainer)["callbacks"]
     return next((callback for callback in callbacks if hasattr(callback, "save_now")), None)
+
+
+def _is_committed(trainer: L.Trainer) -> bool:
+    """Whether the step that the run is at needs no save; a saver that cannot tell saves."""
+    ask = getattr(_saver(trainer), "is_committed", None)
+    return ask is not None and bool(ask(trainer))
 
 
 def _take_over(trainer: L.Trainer) -> None:

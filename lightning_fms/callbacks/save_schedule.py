@@ -44,14 +44,17 @@ class SaveSchedule:
             return step % self.every_n_steps == 0
         return step >= self._next
 
-    def saved(self, step: int, save_seconds: float, step_seconds: float) -> None:
-        """A save of `step` began well, and held training up for so long."""
-        self._failures = 0
+    def began(self, step: int, save_seconds: float, step_seconds: float) -> None:
+        """A save of `step` began well, and held training up for so long; it may still fail."""
         self._next = None
         if self.mean_hours_to_failure is not None:
             best = sqrt(2 * save_seconds * 3600 * self.mean_hours_to_failure)
             self.interval = max(1, min(self.every_n_steps, round(best / max(step_seconds, 1e-9))))
             self._next = step + self.interval
+
+    def committed(self) -> None:
+        """A save is complete: the next failure is a first one."""
+        self._failures = 0
 
     def failed(self, step: int) -> int:
         """A save of `step` failed: try again after 1, 2, 4, ... steps, at most an interval; returns how many."""

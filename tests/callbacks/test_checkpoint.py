@@ -13,6 +13,7 @@ from lightning_fms.callbacks.retention import Retention, Saved
 from lightning_fms.callbacks.save_schedule import SaveSchedule
 from lightning_fms.distributed import CheckpointError, FSDPCompileStrategy, latest_committed
 from lightning_fms.distributed import checkpoint as files
+from lightning_fms.models import CausalLM
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -53,11 +54,11 @@ def test_the_interval_follows_from_save_time_and_failures() -> None:
     schedule = SaveSchedule(10_000, mean_hours_to_failure=24)
     schedule.start(100)
     assert next(step for step in range(100, 115) if schedule.due(step)) == 110
-    schedule.saved(110, save_seconds=4.0, step_seconds=0.5)
+    schedule.began(110, save_seconds=4.0, step_seconds=0.5)
     assert schedule.interval == round((2 * 4 * 24 * 3600) ** 0.5 / 0.5)
     assert not schedule.due(110 + schedule.interval - 1)
     assert schedule.due(110 + schedule.interval)
-    schedule.saved(2000, save_seconds=4000.0, step_seconds=0.5)
+    schedule.began(2000, save_seconds=4000.0, step_seconds=0.5)
     assert schedule.interval == 10_000, "at most every_n_steps"
 
 
@@ -71,7 +72,7 @@ def test_a_failing_save_is_tried_again_after_1_2_4_steps_and_at_most_an_interval
         assert not schedule.due(at)
         at += tries[-1]
     assert tries == [1, 2, 4, 8, 10, 10]
-    schedule.saved(at, 1.0, 1.0)
+    schedule.began(at, 1.0, 1.0)
     assert [step for step in range(46, 65) if schedule.due(step)] == [50, 60]
 
 
@@ -89,9 +90,78 @@ class Disk:
         self.real(*args, **kwargs)
 
 
-def fit(tmp_path: Path, checkpoint: StepCheckpoint, max_steps: int = 8, **changes: Any) -> L.Trainer:
+class WaitsForSaves(L.Callback):
+    """Makes a save in the background end before the next step does."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        pending = trainer.checkpoint_callback._pending
+        if pending is not None:
+            assert pending[1].wait(60)
+
+
+def test_f8_saves_in_the_background_that_keep_failing_are_tried_again_after_1_2_4_steps(tmp_path, monkeypatch) -> None:
+    disk = Disk(monkeypatch, failures=3)
+    checkpoint = StepCheckpoint(tmp_path / "c", every_n_steps=10, keep=-1, asynchronous=True)
+    with pytest.warns(UserWarning, match="saving step") as warned:
+        fit(tmp_path, checkpoint, 24, WaitsForSaves())
+    # Known two steps after each began, at 12, 15 and 19.
+    said = [str(w.message).split(":")[0] for w in warned if "saving step" in str(w.message)]
+    tries = [(10, 1), (13, 2), (17, 4)]
+    assert said == [f"saving step {step} failed, training goes on, next try in {n} step(s)" for step, n in tries]
+    assert disk.left == 0
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {"step-23.ckpt", "step-24.ckpt"}
+
+
+class TwoOptimizers(CausalLM):
+    """Steps two optimizers a batch, so that `global_step` grows by two."""
+
+    def __init__(self, module: CausalLM) -> None:
+        super().__init__(module.net, module.make_optimizer)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        parameters = list(self.parameters())
+        return [torch.optim.SGD(parameters[:1], 0.1), torch.optim.SGD(parameters[1:], 0.1)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Commits(L.Callback):
+    """Notes by batch the step that is committed."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.steps.append(trainer.checkpoint_callback.last_committed_step)
+
+
+def test_the_end_of_a_save_is_seen_two_batches_later_also_if_a_batch_has_two_steps(tmp_path) -> None:
+    checkpoint, commits = StepCheckpoint(tmp_path / "c", every_n_steps=4, asynchronous=True), Commits()
     run = trainer(
-        tmp_path, checkpoint, enable_checkpointing=True, max_steps=max_steps, strategy=FSDPCompileStrategy(), **changes
+        tmp_path, checkpoint, WaitsForSaves(), commits, enable_checkpointing=True, max_steps=12,
+        strategy=FSDPCompileStrategy(),
+    )  # fmt: skip
+    run.fit(TwoOptimizers(tiny_module()), datamodule=RandomTokens())
+    assert commits.steps == [-1, -1, -1, -1, 4, 4]  # saved behind the second batch, read behind the fourth
+
+
+def fit(
+    tmp_path: Path, checkpoint: StepCheckpoint, max_steps: int = 8, *others: L.Callback, **changes: Any
+) -> L.Trainer:
+    run = trainer(
+        tmp_path,
+        checkpoint,
+        *others,
+        enable_checkpointing=True,
+        max_steps=max_steps,
+        strategy=FSDPCompileStrategy(),
+        **changes,
     )
     run.fit(tiny_module(), datamodule=RandomTokens())
     return run
@@ -160,6 +230,15 @@ def test_state_that_could_not_be_read_back_is_refused_before_the_first_step(tmp_
     with pytest.raises(ValueError, match=r"'where'\] is a PosixPath"):
         run.fit(tiny_module(), datamodule=RandomTokens())
     assert run.global_step == 0
+
+
+def test_a_strategy_that_writes_one_plain_file_gathers_nothing_before_the_first_save(tmp_path, monkeypatch) -> None:
+    strategy, asked = FSDPCompileStrategy(checkpoint_format="consolidated"), []
+    real = strategy.lightning_module_state_dict
+    monkeypatch.setattr(strategy, "lightning_module_state_dict", lambda: asked.append(run.global_step) or real())
+    run = trainer(tmp_path, StepCheckpoint(tmp_path / "c"), enable_checkpointing=True, max_steps=2, strategy=strategy)
+    run.fit(tiny_module(), datamodule=RandomTokens())
+    assert set(asked) == {2}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_fms.callbacks import Resilience, StepCheckpoint
@@ -195,3 +197,32 @@ def test_f4_a_stock_strategy_stops_and_goes_on_too(corpus, tmp_path) -> None:
     step = int(saved.name.removeprefix("step-").removesuffix(".ckpt"))
     reference = account(replace(plan, store=tmp_path / "c"), "calm")
     check(account(plan, "again"), reference, same_world=True, first=step, last=plan.steps)
+
+
+class KeepsWeights(pl.Callback):
+    """Writes down the weights of every step, and sends itself a signal in the first batch of a validation."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, pl_module, *_) -> None:
+        torch.save(pl_module.state_dict(), self.folder / f"weights-{trainer.global_step}.pt")
+
+    def on_validation_batch_start(self, trainer, *_) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("every", [100, 3])
+def test_f4_a_stop_in_a_validation_saves_the_weights_of_training_and_not_averaged_ones(corpus, tmp_path, every) -> None:
+    plan = Plan(corpus, tmp_path, steps=8, every=every, val_every=3)
+    extra = (KeepsWeights(tmp_path), EMAWeightAveraging(decay=0.5))
+    hit = Attempt(tmp_path / "logs", 1, replicated, plan, "hit", None, extra)
+    assert hit.codes() == [143], hit.output()
+    (saved,) = plan.checkpoints.iterdir()
+    assert saved.name == "step-3.ckpt"
+    found = torch.load(saved, weights_only=False)
+    of_training = torch.load(tmp_path / "weights-3.pt")
+    assert all(torch.equal(found["current_model_state"][name], value) for name, value in of_training.items())
+    assert not torch.equal(found["state_dict"]["head.bias"], of_training["head.bias"])
+    ended = account(plan, "hit").val_losses
+    assert list(ended) == ([3] if every == 100 else []), "left at once if the step is committed, else saved behind it"
