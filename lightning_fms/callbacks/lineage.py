@@ -86,7 +86,10 @@ def goodput(attempts: Iterable[Attempt]) -> Goodput:
     wall = max(attempt.updated for attempt in attempts) - attempts[0].started
     steps = sum(attempt.step_seconds for attempt in attempts)
     losses = {cause: sum(attempt.seconds.get(cause, 0.0) for attempt in attempts) for cause in CAUSES}
-    losses["lost_steps"] = sum(_made_again(a, b) for a, b in pairwise(attempts))
+    stepped = [
+        attempt for attempt in attempts if attempt.first_step >= 0
+    ]  # the others came to no step, and made none again
+    losses["lost_steps"] = sum(_made_again(a, b) for a, b in pairwise(stepped))
     losses["down_time"] = sum(max(0.0, b.started - a.updated) for a, b in pairwise(attempts))
     useful = steps - losses["lost_steps"]
     losses["other"] = max(0.0, wall - useful - sum(losses.values()))
@@ -96,7 +99,7 @@ def goodput(attempts: Iterable[Attempt]) -> Goodput:
 def _made_again(attempt: Attempt, following: Attempt) -> float:
     """Seconds of steps that the following attempt made again."""
     made = attempt.last_step - attempt.first_step
-    if following.first_step < 0 or made <= 0:
+    if made <= 0:
         return 0.0
     again = min(made, max(0, attempt.last_step - following.first_step))
     return attempt.step_seconds * again / made

@@ -35,6 +35,10 @@ def test_an_attempt_that_never_came_to_a_step_loses_none() -> None:
     first = Attempt(0.0, 2, "a", updated=10.0, first_step=0, last_step=4, step_seconds=8.0)
     dead = Attempt(20.0, 2, "a", updated=25.0)
     assert goodput([first, dead]).losses["lost_steps"] == 0.0
+    again = Attempt(30.0, 2, "a", updated=40.0, first_step=1, last_step=5, step_seconds=8.0)
+    losses = goodput([first, dead, again]).losses
+    assert losses["lost_steps"] == 6.0, "those that the next one with steps made again"
+    assert losses["down_time"] == 15.0
 
 
 class Die(pl.Callback):
