@@ -57,6 +57,7 @@ _UNSHOWN_WARNINGS = (
     r".*Checkpoint directory .* exists and is not empty.*",
     r".*No device id is provided via `init_process_group`.*",
     r".*You have overridden `on_before_backward`.*",
+    r".*The number of training batches .* is smaller than the logging interval.*",
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
 )
 
@@ -335,5 +336,7 @@ def quiet() -> None:
     """Silence what Lightning says to everybody."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "lightning_fms"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # It would rather have one collective where a tensor lies on two dimensions of the mesh.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for message in _UNSHOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message)

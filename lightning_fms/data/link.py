@@ -29,7 +29,7 @@ class LoaderLink(Callback):
     """Put by `RescalableDataModule` at the front of `trainer.callbacks`; nothing to configure.
 
     Logs `loss`, the mean over all targets of the global batch (`loss_weight="rows"`: over all rows of the rows' losses), when
-    Lightning's logging is due. The user's loss must be a mean over the labels that are not -100.
+    Lightning's logging is due, and at the end. The user's loss must be a mean over the labels that are not -100.
 
     Args:
         loader: The rank's loader.
@@ -97,7 +97,9 @@ class LoaderLink(Callback):
             return
         self._look_ahead()  # where manual optimization made no backward pass
         self.loader.apply(self._micro.step)
-        if self._loss is not None and trainer._logger_connector.should_update_logs:
+        # The last step's loss is what a run came to, whether or not it is one of those that are logged.
+        due = trainer._logger_connector.should_update_logs or trainer.global_step == trainer.max_steps
+        if self._loss is not None and due:
             pl_module.log("loss", self._sum_over_ranks(trainer, self._loss), prog_bar=True)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

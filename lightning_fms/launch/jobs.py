@@ -68,8 +68,8 @@ class Record:
     maximize: bool = False
 
     def job(self, overrides: Sequence[str]) -> Job:
-        """The job with these overrides, a new one if there is none."""
-        found = next((job for job in self.jobs if job.overrides == tuple(overrides)), None)
+        """The job with these overrides, typed in whatever order; a new one if there is none."""
+        found = next((job for job in self.jobs if sorted(job.overrides) == sorted(overrides)), None)
         if found is None:
             found = Job(max((job.number for job in self.jobs), default=-1) + 1, tuple(overrides))
             self.jobs.append(found)

@@ -240,6 +240,9 @@ def test_a_job_is_known_by_its_overrides(tmp_path: Path) -> None:
     record = Record(tmp_path / "a/sweeps/2026", ["x=1,2"])
     one, two = record.job(["x=1"]), record.job(["x=2"])
     assert (one.number, two.number, record.job(["x=2"])) == (0, 1, two)
+    both = record.job(["x=3", "name=a"])
+    assert record.job(["name=a", "x=3"]) is both  # a word that is typed again comes last
+    record.jobs.remove(both)
     record.write()
     assert read_record(record.folder) == record
     assert newest_sweep(tmp_path) == record.folder
