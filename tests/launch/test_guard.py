@@ -25,15 +25,19 @@ def test_signals_to_everything_do_not_end_the_watching_process_first() -> None:
     mark = f"signals-{os.getpid()}"
     left = subprocess.Popen(WAITS, env={MARK: mark}, start_new_session=True)
     watching = subprocess.Popen([sys.executable, "-I", "-S", guard.__file__, "watch", f"{MARK}={mark}"], stdin=-1)
-    end = time.monotonic() + PATIENCE_S
-    while ignores(watching.pid) != set(IGNORED):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    for number in IGNORED:
-        watching.send_signal(number)
-    watching.communicate()
-    assert watching.returncode == 0
-    assert left.wait() == -signal.SIGKILL
+    try:
+        end = time.monotonic() + PATIENCE_S
+        while ignores(watching.pid) != set(IGNORED):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        for number in IGNORED:
+            watching.send_signal(number)
+        watching.communicate()
+        assert watching.returncode == 0
+        assert left.wait() == -signal.SIGKILL
+    finally:
+        for process in (watching, left):
+            process.kill()
 
 
 REFUSED = """
