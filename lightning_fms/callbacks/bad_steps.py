@@ -70,7 +70,8 @@ class BadSteps(L.Callback):
         max_total: bad steps of a run, over all its attempts, after which it ends so.
 
     Raises:
-        ValueError: for numbers below 1, another `on_bad`, and in `fit` a rollback that nobody has saved for.
+        ValueError: for numbers below 1, another `on_bad`, and in `fit` a rollback that nobody has saved for, or a precision
+            with a gradient scaler, which overflows now and then and skips those steps itself.
     """
 
     def __init__(
@@ -109,8 +110,13 @@ class BadSteps(L.Callback):
         self._norms.values.extend(state_dict["norms"])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check that a rollback has something to roll back to."""
+        """Check that a rollback has something to roll back to, and that what is not finite means something."""
         self._loss = self._bad = None
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                f"BadSteps counts as bad the overflows by which the gradient scaler of {trainer.precision_plugin.precision!r} "
+                "finds its scale: train in 'bf16-mixed', or leave BadSteps out"
+            )
         if self.on_bad == "rollback" and _saver(trainer) is None:
             raise ValueError("BadSteps(on_bad='rollback') has no checkpoints to go back to: add StepCheckpoint")
 
@@ -123,8 +129,7 @@ class BadSteps(L.Callback):
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         """Add up the loss of the step; Lightning has divided it by the number of micro-batches."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)  # fp16: the loss arrives multiplied
-        loss = loss.detach().float() / (scaler.get_scale() if scaler is not None else 1.0)
+        loss = loss.detach().float()
         if self._has_targets is not None:
             loss = torch.where(self._has_targets, loss, torch.zeros_like(loss))
         self._loss = loss if self._loss is None else self._loss + loss

@@ -8,6 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from callback_runs import RandomTokens, tiny_module, trainer
+from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_fms.callbacks import BadSteps
 from lightning_fms.callbacks.bad_steps import Window
@@ -137,3 +140,12 @@ def test_a_spike_is_measured_against_a_full_window_that_spikes_do_not_move() -> 
 def test_settings_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         BadSteps(**arguments)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*treespec")
+def test_a_gradient_scaler_whose_overflows_would_count_is_refused_before_the_first_step(tmp_path) -> None:
+    fp16 = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    run = trainer(tmp_path, BadSteps(), plugins=[fp16])
+    with pytest.raises(ValueError, match=r"gradient scaler of '16-mixed'.*'bf16-mixed', or leave BadSteps out"):
+        run.fit(tiny_module(), datamodule=RandomTokens())
+    assert run.global_step == 0
