@@ -27,33 +27,35 @@ class AtStep(pl.Callback):
             self.mark.touch()
             if self.what == "raise":
                 raise RuntimeError("told to fail")
-            time.sleep(600 if self.what == "stall" else 0.2)
+            time.sleep(600)
 
 
 def plan_in(corpus: Path, folder: Path) -> Plan:
     return Plan(corpus, folder, steps=6, every=100)
 
 
-def test_f7_a_rank_that_stalls_ends_the_job_with_the_stack_and_the_collective_of_every_rank(corpus, tmp_path) -> None:
-    watchdog = HangWatchdog(2.0, 60.0, tmp_path / "hang")
+def test_f7_a_rank_that_stalls_ends_the_job_with_its_stack(corpus, tmp_path) -> None:
+    watchdog = HangWatchdog(10.0, 60.0, tmp_path / "hang")
     hit = start(plan_in(corpus, tmp_path), "hit", WORLD, (AtStep(tmp_path / "mark", 2, 1, "stall"), watchdog))
-    assert hit.codes() == [124] * WORLD, hit.output()
-    waiting, stalled = ((tmp_path / "hang" / f"rank-{rank}.txt").read_text() for rank in range(WORLD))
+    waiter, staller = hit.codes()
+    assert staller == 124, hit.output()
+    assert waiter in (1, 124), hit.output()  # 1 if it learns that the other one has gone before its own time is up
+    stalled = (tmp_path / "hang" / "rank-1.txt").read_text()
     assert "has not moved for" in stalled
     assert "on_train_batch_start" in stalled  # of the sleeping thread
     assert "no collective" in stalled
-    assert "waits in gloo:" in waiting
-    assert "of group" in waiting
 
 
-def test_f7_a_stopped_process_is_found_by_the_others(corpus, tmp_path) -> None:
-    watchdog = HangWatchdog(2.0, 60.0, tmp_path / "hang")
-    hit = start(plan_in(corpus, tmp_path), "hit", WORLD, (AtStep(tmp_path / "mark", 2, 1, "wait"), watchdog))
+def test_f7_a_stopped_process_is_found_by_the_others_with_the_collective_that_they_wait_in(corpus, tmp_path) -> None:
+    watchdog = HangWatchdog(10.0, 60.0, tmp_path / "hang")
+    hit = start(plan_in(corpus, tmp_path), "hit", WORLD, (AtStep(tmp_path / "mark", 2, 1, "stall"), watchdog))
     assert hit.wait_for((tmp_path / "mark").exists)
     hit.send(signal.SIGSTOP, [1])
     assert hit.wait_for(lambda: not hit.processes[0].is_alive())
     assert hit.processes[0].exitcode == 124
-    assert "waits in gloo:" in (tmp_path / "hang" / "rank-0.txt").read_text()
+    waiting = (tmp_path / "hang" / "rank-0.txt").read_text()
+    assert "waits in gloo:" in waiting
+    assert "of group" in waiting
     hit.kill()
 
 
@@ -74,7 +76,7 @@ class Tired(pl.Callback):
 
     def _sleep(self, where: str) -> None:
         if where == self.where and int(os.environ["RANK"]) == 1:
-            time.sleep(0.15)
+            time.sleep(0.5)
 
     def on_before_backward(self, *_: Any) -> None:
         self._sleep("work")
