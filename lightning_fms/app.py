@@ -7,6 +7,7 @@ seconds and leaves nothing behind: find what to resume, check the config, reserv
 import json
 import logging
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -224,6 +225,8 @@ def _fit(cfg: DictConfig, overrides: list[str], folder: Path, checkpoint: str | 
     except SystemExit as stop:
         if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning leaves with code 1.
             raise Interrupted(_interrupted(trainer, cfg, folder)) from None
+        if stop.code and (line := _interrupted(trainer, cfg, folder, "stopped")):
+            print(f"fms-train: {line}", file=sys.stderr, flush=True)
         raise
     seconds = time.monotonic() - started
     if trainer.is_global_zero:
@@ -235,15 +238,15 @@ class Interrupted(KeyboardInterrupt):
     """A Ctrl-C, with what to say about it; nothing on ranks other than the first."""
 
 
-def _interrupted(trainer: L.Trainer, cfg: DictConfig, folder: Path) -> str:
+def _interrupted(trainer: L.Trainer, cfg: DictConfig, folder: Path, how: str = "interrupted") -> str:
     if not trainer.is_global_zero:
         return ""
     if not is_run(folder):
-        return "interrupted before the first step"
+        return f"{how} before the first step"
     kept = saved(folder)
     start = f"step {step_of(kept[0])}" if kept else "the start (no checkpoint was due yet)"
     command = resume_command(cfg, folder, named=not kept)
-    return f"interrupted at step {trainer.global_step}; go on from {start} with: {command}"
+    return f"{how} at step {trainer.global_step}; go on from {start} with: {command}"
 
 
 def _result(trainer: L.Trainer, cfg: DictConfig, folder: Path, seconds: float) -> float | None:

@@ -78,3 +78,14 @@ def start(cwd: Path, *command: str, **environment: str) -> subprocess.CompletedP
         text=True,
         timeout=240,
     )
+
+
+class Terminating(Callback):
+    """A scheduler that takes the machine back before a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -26,12 +26,17 @@ os.write(1, f"heard {heard[0]} {heard[1]}\\n".encode())
 
 ATTEMPT = """
 import os, sys, time
+from pathlib import Path
 from lightning_fms.ranks import agree
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 heard = agree("first", lambda: attempt)
 os.write(1, f"attempt {attempt} heard {heard}\\n".encode())
 if attempt == "0":
-    time.sleep(1)
+    Path(f"said.{os.environ['RANK']}").touch()
+    for _ in range(600):  # the other one has to have its say before torchrun ends it
+        if all(Path(f"said.{rank}").exists() for rank in (0, 1)):
+            break
+        time.sleep(0.1)
     sys.exit(1)
 """
 

@@ -1,5 +1,6 @@
 """`fms-train`: a run and what it leaves, resuming it, and mistakes that leave nothing."""
 
+import re
 import signal
 from pathlib import Path
 from shutil import rmtree
@@ -235,6 +236,16 @@ def test_a_ctrl_c_on_two_processes_is_said_once(tmp_path: Path) -> None:
     assert two.returncode == 130
     assert two.stderr.count("interrupted at step 3; go on from step 2 with: fms-train resume=auto") == 1
     assert "Traceback" not in two.stderr
+
+
+def test_a_stop_by_a_signal_says_how_to_go_on(tmp_path: Path) -> None:
+    terminating = ("+callbacks.own._target_=app_runs.Terminating", "+callbacks.own.step=2", "trainer.max_steps=50")
+    run = start(tmp_path, "-m", "lightning_fms.train", *SHORT, *terminating, PYTHONPATH=str(HERE))
+    assert run.returncode == 143, run.stderr
+    (line,) = [line for line in run.stderr.splitlines() if line.startswith("fms-train: ")]
+    found = re.fullmatch(r"fms-train: stopped at step (\d+); go on from step (\d+) with: fms-train resume=auto.*", line)
+    assert found is not None, line
+    assert found[1] == found[2]
 
 
 class Refusing(Callback):
