@@ -3,7 +3,8 @@
     python benchmarks/shuffle.py --plot docs/shuffle.png      # a minute on 2 cores
 
 Two corpora of 262,144 documents of 4 KB: 1,024 files of 1 MB, and 32 files of 32 MB. A global batch has 64 rows, a document
-each. Ours is the loader's own code. The others are written here after their sources, a shard being a file:
+each. Ours is the loader's own code. The others are written anew here, `py1e` after its source, litdata's and
+IBM's after their descriptions, a shard being a file:
 
 - litdata `FullShuffle`: files in random order, dealt out to 16 workers, each file shuffled within; workers make batches in turn.
 - mosaicml-streaming `py1e` (its default), 8 canonical nodes: files in random order, each document moved at random within a block
