@@ -157,11 +157,24 @@ class StopSignals:
 
 
 _MADE: WeakSet[StopSignals] = WeakSet()
+# The signals that the forking thread had blocked before.
+_FORKING = threading.local()
+
+
+def _before_fork() -> None:
+    """A signal to the child waits until it is the child's: before that it would be noted, and forgotten."""
+    ours = {number for signals in list(_MADE) for number in signals.exit_codes}
+    _FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
+
+
+def _after_fork_in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _FORKING.mask)
 
 
 def _after_fork_in_child() -> None:
     for signals in list(_MADE):
         signals.give_up_in_child()
+    signal.pthread_sigmask(signal.SIG_SETMASK, _FORKING.mask)
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
