@@ -16,7 +16,7 @@ def run_world(function: Callable[..., Any], world: int, *args: Any, timeout: flo
     The function finds its rank in the environment. A failure in one rank ends all of them and shows its traceback.
     """
     context = multiprocessing.get_context("fork")
-    port = _free_port()
+    port = free_port()
     pipes, processes = [], []
     for rank in range(world):
         receive, send = context.Pipe(duplex=False)
@@ -61,7 +61,8 @@ def _result(pipe: Any, rank: int, timeout: float) -> Any:
     return value
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens at now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -28,7 +28,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fms.callbacks.grad_norm import total_norm
+from lightning_fms.gradient_norm import total_norm
 
 # Of the median absolute deviation of a normal distribution to its standard deviation.
 _MAD_TO_SIGMA = 1.4826

@@ -116,9 +116,7 @@ class SavingStrategy(ModelParallelStrategy):
         with self._stored_weights() as module:
             strict = self.lightning_module.strict_loading  # type: ignore[union-attr]
             rest = restore.load(path, module, self.optimizers, strict, weights_only)
-        self._weights_changed()
-        if hasattr(self.precision_plugin, "on_weights_loaded"):  # e.g. scales that are kept of them
-            self.precision_plugin.on_weights_loaded(self.model)
+        self._weights_loaded()
         self._seed = int(rest.pop(RUN_SEED, self._seed))
         return rest
 
@@ -130,10 +128,13 @@ class SavingStrategy(ModelParallelStrategy):
         """
         with self._stored_weights() as module:
             count = initial.load_weights(Path(self.broadcast(str(path))), module, strict)
-        self._weights_changed()
-        if hasattr(self.precision_plugin, "on_weights_loaded"):
-            self.precision_plugin.on_weights_loaded(self.model)
+        self._weights_loaded()
         return count
+
+    def _weights_loaded(self) -> None:
+        self._weights_changed()
+        if hasattr(self.precision_plugin, "on_weights_loaded"):  # e.g. scales that are kept of them
+            self.precision_plugin.on_weights_loaded(self.model)
 
     def is_complete(self, path: Path) -> bool:
         """Whether a checkpoint was committed; a plain file is there as a whole or not at all."""

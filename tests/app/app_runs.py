@@ -32,12 +32,20 @@ SHORT = (
 class Interrupting(Callback):
     """A Ctrl-C in the terminal, which every process gets, at some step."""
 
+    number = signal.SIGINT
+
     def __init__(self, step: int) -> None:
         self.step = step
 
     def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
         if trainer.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self.number)
+
+
+class Terminating(Interrupting):
+    """A scheduler that takes the machine back."""
+
+    number = signal.SIGTERM
 
 
 def clean_environment() -> dict[str, str]:
@@ -78,14 +86,3 @@ def start(cwd: Path, *command: str, **environment: str) -> subprocess.CompletedP
         text=True,
         timeout=240,
     )
-
-
-class Terminating(Callback):
-    """A scheduler that takes the machine back before a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
-        if trainer.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)

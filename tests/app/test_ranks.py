@@ -1,7 +1,6 @@
 """One decision for all processes, whoever starts them."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from app_runs import clean_environment, start
 
 from lightning_fms.config_check import ConfigError
 from lightning_fms.ranks import agree, is_child
+from tests.worlds import free_port
 
 # Lines of several processes in one pipe can run into each other, unless each is one write.
 ASK = """
@@ -39,12 +39,6 @@ if attempt == "0":
         time.sleep(0.1)
     sys.exit(1)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_child_of_lightnings_launcher_inherits_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:

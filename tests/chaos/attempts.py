@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.worlds import _free_port
+from tests.worlds import free_port
 
 PATIENCE_S = 60.0  # on a loaded machine; ranks that are still there are stuck
 
@@ -36,7 +36,7 @@ class Attempt:
 
     def __init__(self, folder: Path, world: int, function: Callable[..., Any], *args: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        context, port = multiprocessing.get_context("fork"), _free_port()
+        context, port = multiprocessing.get_context("fork"), free_port()
         self.folder, self.world = folder, world
         self.processes = [
             context.Process(target=_rank, args=(rank, world, port, folder, function, args)) for rank in range(world)

@@ -98,3 +98,8 @@ def _contents(micro: MicroBatch, count: int) -> list[tuple]:
     if not micro.targets and "labels" in batch:
         batch["labels"][:] = IGNORE
     return [tuple(batch[name][index].numpy().tobytes() for name in names) for index in range(count)]
+
+
+def two_sources(root: Path) -> dict[str, Path]:
+    """Sixty documents of one kind and thirty of another."""
+    return {"p": write_jsonl(root / "p", "p", 60), "c": write_jsonl(root / "c", "c", 30)}

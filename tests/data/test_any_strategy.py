@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from lightning_fms.data import RescalableDataModule, StreamLoader
-from tests.data.chains import document, write_jsonl
+from tests.data.chains import document, two_sources
 from tests.data.fits import Bigram, fit, merged
 from tests.data.test_trainer import pytestmark  # noqa: F401
 from tests.worlds import run_world
@@ -33,7 +33,7 @@ STEPS = 4
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("corpus")
     return {
-        "sources": {"p": write_jsonl(root / "p", "p", 60), "c": write_jsonl(root / "c", "c", 30)},
+        "sources": two_sources(root),
         "seq_len": 24,
         "global_batch_size": 6,
     }

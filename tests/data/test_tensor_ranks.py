@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from lightning_fms.data import RescalableDataModule
 from lightning_fms.distributed import FSDPCompileStrategy
-from tests.data.chains import write_jsonl
+from tests.data.chains import two_sources
 from tests.data.fits import Bigram, Ledger, Record, fit, merged
 from tests.data.test_trainer import check
 from tests.data.test_trainer import pytestmark as warnings_of_lightning
@@ -63,7 +63,7 @@ def fit_split(
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("corpus")
     return {
-        "sources": {"p": write_jsonl(root / "p", "p", 60), "c": write_jsonl(root / "c", "c", 30)},
+        "sources": two_sources(root),
         "seq_len": 24,
         "global_batch_size": 6,
         "micro_batch_size": 2,

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler,
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_fms.data import LoaderLink, RescalableDataModule, StreamLoader
-from tests.data.chains import write_jsonl
+from tests.data.chains import two_sources
 from tests.data.fits import Bigram, Ledger, fit, merged
 from tests.worlds import run_world
 
@@ -37,7 +37,7 @@ pytestmark = [
 def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("corpus")
     return {
-        "sources": {"p": write_jsonl(root / "p", "p", 60), "c": write_jsonl(root / "c", "c", 30)},
+        "sources": two_sources(root),
         "mixture": {"p": 1, "c": 2},
         "seq_len": 24,
         "global_batch_size": BATCH,
