@@ -13,11 +13,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_fms.kernels._triton import BACKENDS, INTERPRETED
 from lightning_fms.kernels.gathered_weights import mark_changed
 from lightning_fms.kernels.linear_cross_entropy import CHUNK_BYTES
 from lightning_fms.kernels.swap import Swaps, shortened, swap_head, swap_rms_norms, training_device
 from lightning_fms.kernels.verify import verify_linear_cross_entropy, verify_rms_norm
+from lightning_fms.triton_backend import BACKENDS, INTERPRETED
 
 Choice = bool | Literal["auto"]
 

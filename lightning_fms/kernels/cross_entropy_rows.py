@@ -13,7 +13,7 @@ adds no gradient.
 import torch
 from torch import Tensor
 
-from lightning_fms.kernels._triton import tl, triton, use_triton
+from lightning_fms.triton_backend import tl, triton, use_triton
 
 ROW_BLOCK, ROW_WARPS = 8192, 16  # vocabulary entries a step and warps of the row kernel
 

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fms.kernels._triton import use_triton
 from lightning_fms.kernels.cross_entropy_rows import cross_entropy_rows, scale_in_place
+from lightning_fms.triton_backend import use_triton
 
 CHUNK_BYTES = 512 * 2**20  # 4 chunks at 8,192 tokens and a vocabulary of 128,256: the memory knee of the benchmark
 NATIVE_CHUNKS = 4  # docs/kernels.md has the measured error of the weight gradient by number of chunks

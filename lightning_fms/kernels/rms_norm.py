@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fms.kernels._triton import tl, triton, use_triton
+from lightning_fms.triton_backend import tl, triton, use_triton
 
 MAX_FEATURES = 32768  # a row lives in one program's registers
 TILE = 4096  # elements a program holds: narrow rows (head-wise norms) share a program
