@@ -9,6 +9,7 @@ from lightning_fms.callbacks.grad_norm import GradNorm
 from lightning_fms.callbacks.hang_watchdog import HangWatchdog
 from lightning_fms.callbacks.initial_weights import InitialWeights
 from lightning_fms.callbacks.memory import Memory
+from lightning_fms.callbacks.overlap import Overlap
 from lightning_fms.callbacks.progress import Progress
 from lightning_fms.callbacks.resilience import Resilience
 from lightning_fms.callbacks.sample import Sample
@@ -25,6 +26,7 @@ __all__ = [
     "HangWatchdog",
     "InitialWeights",
     "Memory",
+    "Overlap",
     "Progress",
     "Resilience",
     "Sample",
