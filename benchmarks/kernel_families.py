@@ -21,7 +21,7 @@ FAMILIES = (
     ("optimizer", r"[Aa]dam"),
     ("gradient norm, clipping", r"LpNorm|lpnorm|multi_tensor_apply.*(BinaryOp|ScalarTensor)|linalg_vector_norm"),
     ("loss", r"cross_entropy|nll_loss|log_softmax|SoftMax|^_rows_kernel|^_scale_kernel|element_mul_kernel"),
-    ("fp8 scales and casts", r"^triton.*_(abs|amax|clamp|float8)"),
+    ("fp8 scales and casts", r"^triton.*_(abs|amax|clamp|float8)|^_(quantize|transpose|swiglu|swiglu_backward)_kernel"),
     ("RMSNorm", r"rms_norm|rsqrt|^_forward_kernel|^_backward_kernel"),
     ("embedding", r"embedding|indexing_backward|index_put|radix|Radix|krn_partial|compute_grad_weight"),
     ("copies, casts", r"copy|Copy|aten::to$|aten::_to_copy"),

@@ -18,7 +18,7 @@ from lightning_fms.kernels import TritonKernels
 from lightning_fms.models import CausalLM
 from lightning_fms.precision import FP8Precision
 
-RECIPES = {"fp8": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_gw_hp"}
+RECIPES = {"fp8": "tensorwise", "fused": "fused", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_gw_hp"}
 
 
 class Metered(L.Callback):

@@ -21,6 +21,7 @@ OPTIONS = {
     "bf16": "nothing but FSDPCompileStrategy",
     "kernels": "TritonKernels",
     "fp8": "FP8Precision, tensorwise",
+    "fused": "FP8Precision with that recipe",
     "rowwise": "FP8Precision with that recipe",
     "rowwise_gw_hp": "FP8Precision with that recipe",
     "small": "FP8 also where layers are small",

@@ -10,6 +10,8 @@
 sees stays fp32. A module has to be clean about dtypes, as under `bf16-true`; floating point batch entries are cast.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from lightning_fms.distributed.clip import clip_grad_norm
+from lightning_fms.distributed.master import MasterWeights
 
 
 class BF16Mixed(Precision):
@@ -58,6 +61,18 @@ def _clip_by_norm(plugin: Precision, optimizer: Optimizer, clip_val: int | float
 def computes_in_bf16(plugin: Precision) -> bool:
     """Whether the rule of fp32 masters and bf16 copies applies."""
     return str(plugin.precision) == "bf16-mixed"
+
+
+@contextmanager
+def computing(masters: MasterWeights, plugin: Precision) -> Iterator[None]:
+    """The module computes with the copies of its weights inside: in bf16, and in FP8 where the plugin holds such."""
+    with masters.active(), getattr(plugin, "weights_held", nullcontext)():
+        yield
+
+
+def weights_changed(plugin: Precision) -> None:
+    """Weights that no wrapper holds changed without moving a version counter."""
+    getattr(plugin, "weights_changed", lambda: None)()
 
 
 def cast_batch(plugin: Precision, batch: Any) -> Any:

@@ -284,9 +284,10 @@ class FSDPCompileStrategy(SavingStrategy):
     def _invalidate(self) -> None:
         if self._masters is not None:
             self._masters.invalidate()
+            policy.weights_changed(self.precision_plugin)
 
     def _computing(self) -> AbstractContextManager[Any]:
-        return self._masters.active() if self._masters is not None else nullcontext()
+        return policy.computing(self._masters, self.precision_plugin) if self._masters is not None else nullcontext()
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Backward; under manual optimization it runs inside the step, where FSDP's root has to be told."""

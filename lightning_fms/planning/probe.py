@@ -39,7 +39,7 @@ from lightning_fms.kernels import swap
 from lightning_fms.planner.fused import Graphs
 from lightning_fms.planner.probe import Subject, depth_pair, fake_safe_swap, keep_blocks, measure
 from lightning_fms.planner.tracker import MemoryTracker
-from lightning_fms.precision.float8 import convert, float8_config
+from lightning_fms.precision.recipes import Recipe
 from lightning_fms.precision.selection import decide
 from lightning_fms.train import one_line
 
@@ -215,7 +215,7 @@ def _precision(config: Mapping[str, Any]) -> Precision:
 def _convert(module: nn.Module, plugin: Any, shards: int) -> None:
     """To FP8, as the plugin does behind its checks of the device."""
     decisions = decide(module, plugin.recipe, head=plugin.head, keep_small=plugin.keep_small, skip=plugin.skip)
-    convert(module, decisions, float8_config(plugin.recipe, all_gather=plugin.all_gather and shards > 1), shards)
+    Recipe(plugin.recipe, all_gather=plugin.all_gather).convert(module, decisions, shards)
 
 
 def _group_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> list[int]:

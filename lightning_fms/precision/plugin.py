@@ -19,8 +19,10 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_fms.precision.float8 import convert, drop_scales, float8_config, precompute_scales, restore
-from lightning_fms.precision.selection import Decision, decide, summary, table
+from lightning_fms.precision.float8 import drop_scales, precompute_scales
+from lightning_fms.precision.fused import FusedWeights
+from lightning_fms.precision.recipes import FUSED, Recipe, restore
+from lightning_fms.precision.selection import Decision, computes_in_fp8, decide, summary, table
 from lightning_fms.precision.support import check_device, self_test
 
 
@@ -31,8 +33,8 @@ class FP8Precision(Precision):
     dtypes and values, so checkpoints load with and without the plugin. `trainer.fit` ends with the plain module back.
 
     Args:
-        recipe: `tensorwise` (fastest; the default), `rowwise` (robust to outliers), or `rowwise_gw_hp` (most exact: the
-            gradient of the weight stays in bf16).
+        recipe: `tensorwise` (the default), `rowwise` (robust to outliers), `rowwise_gw_hp` (most exact: the gradient of the
+            weight stays in bf16), all three by torchao; or `fused` (our own: row scales, in fewer passes over memory).
         emulate: compute FP8's rounding in fp32, for machines without FP8 and for tests. Several times slower than bf16.
         all_gather: gather sharded weights in FP8, half the bytes of bf16; `tensorwise` only, and only under
             `FSDPCompileStrategy`. Off by default: it pays when communication is exposed. Cannot be undone at the end of a
@@ -62,13 +64,14 @@ class FP8Precision(Precision):
         skip: Sequence[str] = (),
     ) -> None:
         self.recipe, self.emulate, self.all_gather = recipe, emulate, all_gather
-        self.config = float8_config(recipe, emulate=emulate, all_gather=all_gather)
+        self._recipe = Recipe(recipe, emulate, all_gather)
         self.head, self.keep_small, self.skip = head, keep_small, tuple(skip)
         self.report: list[str] = []
         self.decisions: list[Decision] = []
         self._converted: nn.Module | None = None
         self._device = torch.device("cpu")
         self._inductor_before: bool | None = None
+        self._weights: FusedWeights | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Check the device, compare FP8 with bf16 on it, and convert `module` in place; again is harmless."""
@@ -82,11 +85,8 @@ class FP8Precision(Precision):
                 "or take precision bf16-mixed"
             )
         shards = None if mesh is None else mesh.shard
-        config = self.config
-        if self.all_gather and shards in (None, 1):
-            config = float8_config(self.recipe, emulate=self.emulate)
         decisions = decide(module, self.recipe, head=self.head, keep_small=self.keep_small, skip=self.skip)
-        self.decisions = convert(module, decisions, config, shards or 1)
+        self.decisions = self._recipe.convert(module, decisions, shards or 1)
         drop_scales(module)
         self._converted = module
         self._describe(shards)
@@ -98,6 +98,30 @@ class FP8Precision(Precision):
         `load_state_dict` tells by itself; a copy in place does not, and a stale scale overflows silently.
         """
         drop_scales(module)
+        self.weights_changed()
+
+    def reads_masters(self, module: nn.Module) -> set[nn.Parameter]:
+        """Weights that are rounded to FP8 from full precision: a strategy that holds them whole makes no bf16 copies of them."""
+        return {layer.weight for layer in module.modules() if computes_in_fp8(layer)}  # type: ignore[misc]
+
+    def weights_changed(self) -> None:
+        """Forget what was made of the weights: they changed in a way that moves no version counter."""
+        if self._weights is not None:
+            self._weights.invalidate()
+
+    @contextmanager
+    def weights_held(self) -> Generator[None, None, None]:
+        """Weights are rounded once after they changed, not in each forward (`fused` only).
+
+        A strategy that holds whole weights enters it around forward and backward.
+        """
+        if self.recipe != FUSED or self._converted is None:
+            yield
+            return
+        if self._weights is None:
+            self._weights = FusedWeights(self._converted)
+        with self._weights.active():
+            yield
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: L.LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -118,7 +142,7 @@ class FP8Precision(Precision):
         """Give the module its plain layers back, and the compiler its settings."""
         if self._converted is not None:
             restore(self._converted)
-            self._converted = None
+            self._converted = self._weights = None
         if self._inductor_before is not None:
             inductor_config.emulate_precision_casts = self._inductor_before
             self._inductor_before = None
@@ -128,13 +152,13 @@ class FP8Precision(Precision):
             return
         if not self.emulate:
             check_device(self._device)
-        if self.recipe != "tensorwise" and self._inductor_before is None:
-            # Row scales + compile + selective checkpointing gave NaN: https://github.com/pytorch/pytorch/issues/150859
+        if self.recipe in ("rowwise", "rowwise_gw_hp") and self._inductor_before is None:
+            # torchao's row scales + compile + selective checkpointing gave NaN: https://github.com/pytorch/pytorch/issues/150859
             self._inductor_before = inductor_config.emulate_precision_casts
             inductor_config.emulate_precision_casts = True
-        self_test(self.config, self._device, compiled=False)
+        self_test(self._recipe, self._device, compiled=False)
         if self._device.type == "cuda":
-            self_test(self.config, self._device, compiled=True)
+            self_test(self._recipe, self._device, compiled=True)
 
     def _describe(self, shards: int | None) -> None:
         headline = f"FP8 {self.recipe}{' (emulated)' if self.emulate else ''}: {summary(self.decisions)}"

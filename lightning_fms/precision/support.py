@@ -10,13 +10,10 @@ are properties of the formats, so one limit serves every device. The test draws 
 the run's random state alone.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
-from lightning_fms.precision._torchao import Float8LinearConfig
-from lightning_fms.precision.float8 import convert
+from lightning_fms.precision.recipes import Recipe
 from lightning_fms.precision.selection import Decision
 
 MIN_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0, Blackwell 10.0
@@ -43,11 +40,11 @@ def check_device(device: torch.device) -> None:
     )
 
 
-def self_test(config: Float8LinearConfig, device: torch.device, *, compiled: bool) -> dict[str, float]:
+def self_test(recipe: Recipe, device: torch.device, *, compiled: bool) -> dict[str, float]:
     """Compare one FP8 layer with the same layer in bf16.
 
     Args:
-        config: from `float8_config`.
+        recipe: how the layer computes.
         device: where to compute.
         compiled: compute the FP8 layer through `torch.compile`.
 
@@ -66,7 +63,7 @@ def self_test(config: Float8LinearConfig, device: torch.device, *, compiled: boo
     layer = nn.Sequential(nn.Linear(IN_FEATURES, OUT_FEATURES, bias=False, device="meta"))
     layer[0].weight = nn.Parameter(weight)
     right = _products(layer, input, grad_output)
-    convert(layer, [Decision("0", OUT_FEATURES, IN_FEATURES)], replace(config, enable_fsdp_float8_all_gather=False))
+    recipe.convert(layer, [Decision("0", OUT_FEATURES, IN_FEATURES)])
     if compiled:
         layer.compile(fullgraph=True)
     where = f"{'compiled' if compiled else 'eager'} FP8 on {_name(device)}"

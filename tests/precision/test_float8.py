@@ -7,6 +7,7 @@ from torchao.float8 import float8_linear
 
 from lightning_fms.models import Llama
 from lightning_fms.precision.float8 import RECIPES, convert, float8_config, is_float8, restore
+from lightning_fms.precision.recipes import Recipe
 from lightning_fms.precision.selection import decide
 from lightning_fms.precision.support import MAX_ERROR, check_device, self_test
 
@@ -31,7 +32,7 @@ def relative(got: torch.Tensor, right: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_errors_of_one_layer_are_those_of_the_formats(recipe: str) -> None:
-    errors = self_test(float8_config(recipe, emulate=True), CPU, compiled=False)
+    errors = self_test(Recipe(recipe, emulate=True), CPU, compiled=False)
     # e4m3 rounds with a relative error of 2.6 % rms, e5m2 with twice that; a product adds the squares of two operands'.
     e4m3, e5m2 = (0.03, 0.045), (0.05, 0.07)
     bounds = {
@@ -143,10 +144,10 @@ def test_token_count_that_the_hardware_refuses_is_an_error_in_training_only() ->
 
 
 def test_wrong_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="recipe='int4': choose one of tensorwise, rowwise, rowwise_gw_hp"):
-        float8_config("int4")
+    with pytest.raises(ValueError, match="recipe='int4': choose one of tensorwise, rowwise, rowwise_gw_hp, fused"):
+        Recipe("int4")
     with pytest.raises(ValueError, match="recipe='rowwise' has no FP8 all-gather"):
-        float8_config("rowwise", all_gather=True)
+        Recipe("rowwise", all_gather=True)
 
 
 def test_self_test_refuses_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,12 +160,12 @@ def test_self_test_refuses_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(float8_linear.matmul_with_hp_or_float8_args, "backward", staticmethod(broken))
     with pytest.raises(RuntimeError, match=rf"wrong numbers.*grad_weight 1, at most {MAX_ERROR}"):
-        self_test(float8_config("tensorwise", emulate=True), CPU, compiled=False)
+        self_test(Recipe("tensorwise", emulate=True), CPU, compiled=False)
 
 
 def test_self_test_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
-    self_test(float8_config("tensorwise", emulate=True), CPU, compiled=False)
+    self_test(Recipe("tensorwise", emulate=True), CPU, compiled=False)
     assert torch.equal(torch.get_rng_state(), before)
 
 
