@@ -47,15 +47,15 @@ def _watched(module: nn.Module) -> bool:
 
 
 def _agrees(module: nn.Module, names: GatedMLP) -> bool:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     tiny = {name: nn.Linear(WIDTH, HIDDEN, bias=False, device="meta") for name in (names.gate, names.up)}
     tiny[names.down] = nn.Linear(HIDDEN, WIDTH, bias=False, device="meta")
     for layer in tiny.values():
-        layer.weight = nn.Parameter(torch.randn(layer.weight.shape, generator=generator))
+        layer.weight = nn.Parameter(torch.randn(layer.weight.shape, generator=generator, device="cpu"))
     trial = copy.copy(module)  # shares nothing that is written: the dictionaries below are its own
     trial._modules = {**module._modules, **tiny}
     trial._forward_hooks, trial._forward_pre_hooks = type(module._forward_hooks)(), type(module._forward_pre_hooks)()
-    x = 3 * torch.randn(1, ROWS, WIDTH, generator=generator)
+    x = 3 * torch.randn(1, ROWS, WIDTH, generator=generator, device="cpu")
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         gate, up, down = (tiny[name] for name in names)
         right = down(F.silu(gate(x)) * up(x))

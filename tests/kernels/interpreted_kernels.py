@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fms.kernels import _triton, cross_entropy_rows, linear_cross_entropy, rms_norm
+from lightning_fms import triton_backend
+from lightning_fms.kernels import cross_entropy_rows, linear_cross_entropy, rms_norm
 from lightning_fms.kernels.verify import verify_linear_cross_entropy, verify_rms_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # in opcheck
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 @pytest.fixture(autouse=True)
 def several_blocks_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _triton.INTERPRETED
+    assert triton_backend.INTERPRETED
     monkeypatch.setattr(cross_entropy_rows, "ROW_BLOCK", 64)
     monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "_CHUNK_ROWS", 8)
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fms.models import CausalLM, Llama
 from lightning_fms.precision import FP8Precision
-from lightning_fms.precision.float8 import is_float8
+from lightning_fms.precision.selection import computes_in_fp8
 
 THIRD_PARTY_WARNINGS = [
     # Dynamo looks at `.grad` of every tensor and hides this warning, except where warnings are errors.
@@ -63,7 +63,7 @@ class Losses(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
-        self.float8_layers = sum(map(is_float8, linears))
+        self.float8_layers = sum(map(computes_in_fp8, linears))
         linears[0].register_forward_hook(lambda layer, args, output: self.dtypes.add(output.dtype))
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, *_: object) -> None:

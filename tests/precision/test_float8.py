@@ -6,9 +6,8 @@ from torch import nn
 from torchao.float8 import float8_linear
 
 from lightning_fms.models import Llama
-from lightning_fms.precision.float8 import RECIPES, convert, float8_config, is_float8, restore
-from lightning_fms.precision.recipes import Recipe
-from lightning_fms.precision.selection import decide
+from lightning_fms.precision.recipes import RECIPES, Recipe, restore
+from lightning_fms.precision.selection import computes_in_fp8, decide
 from lightning_fms.precision.support import MAX_ERROR, check_device, self_test
 
 # Dynamo looks at `.grad` of every tensor and hides this warning, except where warnings are errors.
@@ -17,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def to_fp8(module: nn.Module, recipe: str = "tensorwise") -> nn.Module:
-    convert(module, decide(module, recipe, keep_small=False), float8_config(recipe, emulate=True))
+    Recipe(recipe, emulate=True).convert(module, decide(module, recipe, keep_small=False))
     return module
 
 
@@ -39,6 +38,7 @@ def test_errors_of_one_layer_are_those_of_the_formats(recipe: str) -> None:
         "tensorwise": {"output": e4m3, "grad_input": e5m2, "grad_weight": e5m2},
         "rowwise": {"output": e4m3, "grad_input": e4m3, "grad_weight": e4m3},
         "rowwise_gw_hp": {"output": e4m3, "grad_input": e4m3, "grad_weight": (0.0, 1e-6)},
+        "fused": {"output": e4m3, "grad_input": e4m3, "grad_weight": e4m3},
     }[recipe]
     for name, (low, high) in bounds.items():
         assert low <= errors[name] <= high, (name, errors)
@@ -55,16 +55,17 @@ def test_gradients_of_a_model_stay_near_those_of_fp32(recipe: str) -> None:
         assert got.grad.dtype == torch.float32
 
 
-def test_conversion_keeps_parameters_names_values_hooks_and_class() -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "fused"])
+def test_conversion_keeps_parameters_names_values_hooks_and_class(recipe: str) -> None:
     net = llama()
     before = dict(net.named_parameters())
     q_proj = net.layers[0].attention.q_proj
     calls: list[int] = []
     q_proj.register_forward_hook(lambda *_: calls.append(1))
     q_proj.train(False)
-    to_fp8(net)
+    to_fp8(net, recipe)
     assert net.layers[0].attention.q_proj is q_proj
-    assert is_float8(q_proj)
+    assert computes_in_fp8(q_proj)
     assert not q_proj.training
     assert isinstance(q_proj, type(llama().layers[0].attention.q_proj))
     after = dict(net.named_parameters())
@@ -74,10 +75,11 @@ def test_conversion_keeps_parameters_names_values_hooks_and_class() -> None:
     assert calls == [1]
 
 
-def test_converting_twice_changes_nothing_and_restore_gives_the_plain_module_back() -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "fused"])
+def test_converting_twice_changes_nothing_and_restore_gives_the_plain_module_back(recipe: str) -> None:
     plain, net = llama(), llama()
-    to_fp8(to_fp8(net))
-    assert sum(is_float8(m) for m in net.modules()) == 14
+    to_fp8(to_fp8(net, recipe), recipe)
+    assert sum(computes_in_fp8(m) for m in net.modules()) == 14
     restore(net)
     assert [type(m) for m in net.modules()] == [type(m) for m in plain.modules()]
     assert [set(m.__dict__) for m in net.modules()] == [set(m.__dict__) for m in plain.modules()]
@@ -85,8 +87,9 @@ def test_converting_twice_changes_nothing_and_restore_gives_the_plain_module_bac
     assert torch.equal(net(ids), plain(ids))
 
 
-def test_checkpoints_are_those_of_the_plain_module_both_ways() -> None:
-    plain, fp8 = llama(), to_fp8(llama())
+@pytest.mark.parametrize("recipe", ["tensorwise", "fused"])
+def test_checkpoints_are_those_of_the_plain_module_both_ways(recipe: str) -> None:
+    plain, fp8 = llama(), to_fp8(llama(), recipe)
     torch.nn.init.normal_(plain.head.weight)
     fp8.load_state_dict(plain.state_dict())
     assert list(fp8.state_dict()) == list(plain.state_dict())
@@ -95,10 +98,11 @@ def test_checkpoints_are_those_of_the_plain_module_both_ways() -> None:
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), plain.state_dict().values(), strict=True))
 
 
-def test_module_on_meta_is_converted_then_filled() -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "fused"])
+def test_module_on_meta_is_converted_then_filled(recipe: str) -> None:
     with torch.device("meta"):
         net = llama()
-    to_fp8(net).to_empty(device="cpu")
+    to_fp8(net, recipe).to_empty(device="cpu")
     torch.manual_seed(1)
     for module in net.modules():
         if any(True for _ in module.parameters(recurse=False)):
@@ -107,16 +111,18 @@ def test_module_on_meta_is_converted_then_filled() -> None:
     assert net(torch.arange(32)[None]).isfinite().all()
 
 
-def test_blocks_compile_without_graph_breaks_and_compute_the_same() -> None:
-    net, ids = to_fp8(llama()), torch.arange(32)[None]
+@pytest.mark.parametrize("recipe", ["tensorwise", "fused"])
+def test_blocks_compile_without_graph_breaks_and_compute_the_same(recipe: str) -> None:
+    net, ids = to_fp8(llama(), recipe), torch.arange(32)[None]
     right = net(ids)
     for block in net.layers:
         block.compile(fullgraph=True, backend="aot_eager")
     assert relative(net(ids), right) < 1e-6
 
 
-def test_autocast_gives_bf16_on_this_device_too() -> None:
-    layer = to_fp8(nn.Sequential(nn.Linear(64, 64)))
+@pytest.mark.parametrize("recipe", ["tensorwise", "fused"])
+def test_autocast_gives_bf16_on_this_device_too(recipe: str) -> None:
+    layer = to_fp8(nn.Sequential(nn.Linear(64, 64)), recipe)
     with torch.autocast("cpu", torch.bfloat16):
         output = layer(torch.randn(16, 64))
     assert output.dtype == torch.bfloat16
@@ -126,16 +132,18 @@ def test_autocast_gives_bf16_on_this_device_too() -> None:
         assert layer(torch.randn(16, 64)).dtype == torch.bfloat16
 
 
-def test_zero_tensors_stay_finite() -> None:
-    layer = to_fp8(nn.Sequential(nn.Linear(64, 64, bias=False)))
+@pytest.mark.parametrize("recipe", ["tensorwise", "fused"])
+def test_zero_tensors_stay_finite(recipe: str) -> None:
+    layer = to_fp8(nn.Sequential(nn.Linear(64, 64, bias=False)), recipe)
     x = torch.zeros(16, 64, requires_grad=True)
     layer(x).backward(torch.zeros(16, 64))
     assert torch.equal(x.grad, torch.zeros_like(x))
     assert torch.equal(layer[0].weight.grad, torch.zeros(64, 64))
 
 
-def test_token_count_that_the_hardware_refuses_is_an_error_in_training_only() -> None:
-    layer, x = to_fp8(nn.Sequential(nn.Linear(64, 64))), torch.randn(3, 5, 64)
+@pytest.mark.parametrize("recipe", ["tensorwise", "fused"])
+def test_token_count_that_the_hardware_refuses_is_an_error_in_training_only(recipe: str) -> None:
+    layer, x = to_fp8(nn.Sequential(nn.Linear(64, 64)), recipe), torch.randn(3, 5, 64)
     with pytest.raises(ValueError, match=r"got 15 tokens \(input \(3, 5, 64\)\).* multiple of 16"):
         layer(x)
     with torch.no_grad():
