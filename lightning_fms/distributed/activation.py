@@ -11,6 +11,7 @@ it (pytorch/pytorch#161889).
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -107,6 +108,8 @@ def _overloads_of(name: str) -> list[Any]:
 
 def _recomputed(forward, context):  # type: ignore[no-untyped-def]
     options = {"context_fn": context} if context is not None else {}
+    if context is not None and "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # newer torch
+        options["respect_saved_tensors_hooks"] = True  # what is saved can be moved, see `offload`
 
     @functools.wraps(forward)
     def recomputed(*args, **kwargs):  # type: ignore[no-untyped-def]

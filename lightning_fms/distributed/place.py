@@ -1,7 +1,7 @@
 """Put a module on this rank's device(s) in the one order in which the pieces compose; torch only.
 
-    activation checkpointing -> compile each block -> each block, then the root: materialise from meta, split between tensor
-    ranks, shard
+    activation checkpointing -> compile each block -> activation offload -> each block, then the root: materialise from meta,
+    split between tensor ranks, shard
 
 On one device nothing is wrapped; bf16 then means `master.MasterWeights`, with the numerics that FSDP2 has on many.
 """
@@ -22,11 +22,14 @@ from lightning_fms.distributed.compile import compile_blocks
 from lightning_fms.distributed.master import MasterWeights
 from lightning_fms.distributed.materialize import Materializer, check_materializable, on_meta
 from lightning_fms.distributed.mesh import TENSOR, fsdp_mesh
+from lightning_fms.distributed.offload import offload_blocks
 from lightning_fms.distributed.report import SetupReport
 from lightning_fms.distributed.shard import (
+    check_prefetch,
     choose_groups,
     copy_views_of_groups,
     is_sharded,
+    prefetch_groups,
     shard_module,
     silence_view_warning,
 )
@@ -49,6 +52,8 @@ class Settings:
     reshard_after_forward: bool = True
     cpu_offload: bool = False
     tensor_plan: Plan | str = "auto"
+    activation_offload: bool = False
+    prefetch: int = 1
 
     def __post_init__(self) -> None:
         mode = self.activation_checkpointing
@@ -59,6 +64,7 @@ class Settings:
             )
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"compile={self.compile!r}: give True, False or 'auto'")
+        check_prefetch(self.prefetch)
 
 
 @dataclass
@@ -121,6 +127,10 @@ def place(
         )
     if compiles:
         report.compiled = compile_blocks(blocks, settings.compile_options, settings.compile_strict, report.notes.append)
+    if settings.activation_offload:  # outside of the compiled block: moved is what the compiler saves
+        report.notes.append(
+            f"activations moved to the host: {len(offload_blocks(blocks, device)[1])} of {len(blocks)} blocks"
+        )
     if is_sharded(module):
         placed.restore_warnings = silence_view_warning()
         copy_views_of_groups(module)
@@ -129,6 +139,8 @@ def place(
         _shard(module, blocks, settings, mesh, device, seed, fsdp_policy, placed)
     else:
         _fill_one_device(module, device, seed)
+        if settings.prefetch > 1:
+            report.notes.append(f"prefetch={settings.prefetch} has nothing to gather on one device")
         placed.masters = MasterWeights(module) if masters else None
         report.precision = (
             f": {len(placed.masters)} fp32 masters with bf16 copies" if placed.masters is not None else ""
@@ -171,6 +183,9 @@ def _shard(
         settings.cpu_offload,
         split,
     )
+    if settings.prefetch > 1:
+        prefetch_groups(module, groups, settings.prefetch)
+        notes.append(f"gathered ahead: {settings.prefetch} groups")
     if not settings.cpu_offload:
         module.to(device)  # what is no parameter, e.g. the states of metrics
     placed.report.sharded = list(groups)

@@ -96,6 +96,26 @@ def shard_module(
             register_fsdp_forward_method(module, method)
 
 
+def check_prefetch(depth: int) -> None:
+    """Refuse what is no number of groups (ValueError)."""
+    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
+        raise ValueError(f"prefetch={depth!r}: give the number of groups to gather ahead, 1 or more")
+
+
+def prefetch_groups(module: nn.Module, groups: Mapping[str, nn.Module], depth: int) -> None:
+    """Gather the parameters of the next `depth` groups while one computes, forward and backward.
+
+    FSDP gathers one ahead by itself. More hides gathers that are longer than a group's compute (small batches, slow links), and
+    takes the memory of as many gathered groups. Groups are taken to run in the order of their names in the model; where they do
+    not, results are the same, and gathers come at the wrong time.
+    """
+    order: list[Any] = list(groups.values())
+    module.set_modules_to_forward_prefetch(order[:depth])  # type: ignore[operator]
+    for i, group in enumerate(order):
+        group.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + depth])
+        group.set_modules_to_backward_prefetch(order[max(0, i - depth) : i][::-1])
+
+
 def _unaliased(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Copy outputs that are views: an in-place operation on one would drop FSDP's hook and give wrong gradients."""
 

@@ -32,6 +32,7 @@ from lightning_fms.distributed.launcher import InProcessLauncher, ProcessLaunche
 from lightning_fms.distributed.manual import RootInStep
 from lightning_fms.distributed.master import MasterWeights
 from lightning_fms.distributed.mesh import TENSOR, MeshShape, build_mesh, check_mesh_arguments, resolve_mesh
+from lightning_fms.distributed.offload import check_offload
 from lightning_fms.distributed.place import Placed, Settings, place
 from lightning_fms.distributed.report import SetupReport
 from lightning_fms.distributed.saving import SavingStrategy
@@ -59,6 +60,8 @@ class FSDPCompileStrategy(SavingStrategy):
         reshard_after_forward: free a block's gathered parameters between forward and backward: less memory, one more
             all-gather.
         cpu_offload: keep shards and optimizer state in host memory (GPU only; wraps on one device, too).
+        activation_offload: keep what blocks save for backward in pinned host memory (GPU only). See `offload`.
+        prefetch: groups of parameters that are gathered ahead of their use; 1 is what FSDP does by itself.
         accumulate_without_reduce: micro-batches before the last reduce no gradients: less communication, but unsharded
             gradients are held meanwhile. False reduces every micro-batch.
         checkpoint_format: 'sharded', a committed folder that loads on any number of ranks; or 'consolidated', one plain
@@ -93,6 +96,8 @@ class FSDPCompileStrategy(SavingStrategy):
         activation_budget: float = 0.5,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
+        activation_offload: bool = False,
+        prefetch: int = 1,
         accumulate_without_reduce: bool = True,
         checkpoint_format: str = "sharded",
         allow_pickle: bool = False,
@@ -112,6 +117,8 @@ class FSDPCompileStrategy(SavingStrategy):
             reshard_after_forward,
             cpu_offload,
             tensor_plan,
+            activation_offload,
+            prefetch,
         )
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._replicate, self._shard, self._tensor = replicate, shard, tensor
@@ -157,8 +164,8 @@ class FSDPCompileStrategy(SavingStrategy):
         """Process group and mesh. One device needs neither, unless the user's `configure_model` asks for a mesh."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
-        if self._settings.cpu_offload and self.root_device.type == "cpu":
-            raise ValueError("cpu_offload=True: the run is on the CPU already; set it to False")
+        offloads = {"cpu_offload": self._settings.cpu_offload, "activation_offload": self._settings.activation_offload}
+        check_offload(self.root_device, offloads)
         self.accelerator.setup_device(self.root_device)
         self.set_world_ranks()
         if self._wraps or is_overridden("configure_model", self.lightning_module):
