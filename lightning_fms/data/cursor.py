@@ -50,6 +50,10 @@ class Columns:
         self.drawn = slice(base + 6, base + 6 + -(-LOOK_AHEAD // self._packed))
         self.width = self.drawn.stop
 
+    def tokens_of(self, source: int) -> int:
+        """Return the column of the tokens taken from a source."""
+        return self.tokens.start + source * len(PER_SOURCE)
+
     def fresh(self, streams: int, shuffle_window: int) -> np.ndarray:
         """Return the rows of a run that has read nothing (int64 `[S, K]`)."""
         rows = np.zeros((streams, self.width), dtype=np.int64)

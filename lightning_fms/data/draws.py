@@ -69,6 +69,7 @@ class Draws:
         self.trace: list[tuple[Place, int, int]] | None = None
         self._pending: list[Drawn] = []
         self._restored = False
+        self._moved = True  # whether documents were drawn or used up since the state row was written
         self._segments: dict[int, tuple[int, Segment]] = {}
         self._weights = np.empty(0)
 
@@ -107,11 +108,11 @@ class Draws:
             self.trace.append((drawn.place, self.offset if drawn is self.oldest() else 0, count))
         self._tokens[drawn.source] += count
         if count == drawn.length:
-            drawn.used, drawn.content = True, None
+            drawn.used, drawn.content, self._moved = True, None, True
             return
         self.offset += count
         if self.offset == drawn.length:
-            drawn.used, drawn.content, self.offset = True, None, 0
+            drawn.used, drawn.content, self.offset, self._moved = True, None, 0, True
 
     def count(self, counter: int, amount: int) -> None:
         """Add to a counter of the state row."""
@@ -144,16 +145,22 @@ class Draws:
         row[columns.window] = [low | later << _HALF for low, later in zip(self._window, self._later, strict=True)]
         row[columns.tokens], row[columns.offset] = self._tokens, self.offset
         columns.write_ahead(row, [(drawn.source, drawn.used) for drawn in self._pending])
+        self._moved = False
 
     def end_rows(self, count: int, tokens: int) -> np.ndarray:
         """End `count` rows at once, each of `tokens` tokens of the document that is still current; return a state row for each."""
-        self.end_row()
-        current, columns = self.current(), self.recipe.columns
+        current, columns, row = self.current(), self.recipe.columns, self.row
         assert current is not None
-        states = np.repeat(self.row[None], count, axis=0)
-        behind = tokens * np.arange(count - 1, -1, -1)
+        place = columns.tokens_of(current.source)
+        if self._moved:
+            self.end_row()
+        else:  # further into the same document: nothing else has changed
+            row[place], row[columns.offset] = self._tokens[current.source], self.offset
+        states = np.empty((count, len(row)), dtype=np.int64)
+        states[:] = row
+        behind = np.arange(tokens * (count - 1), -1, -tokens)
         states[:, columns.offset] -= behind
-        states[:, columns.tokens][:, current.source] -= behind
+        states[:, place] -= behind
         return states
 
     def _restore(self) -> None:
@@ -221,7 +228,7 @@ class Draws:
 
         Also `True` if there was no room to draw so many: nothing is chosen then, and the next draw goes on from there.
         """
-        since = self.row[self.recipe.columns.since]
+        since, self._moved = self.row[self.recipe.columns.since], True
         while True:
             weights = self._available()
             if weights is None:

@@ -68,6 +68,8 @@ class Rows:
 
     def between(self, low: int, high: int) -> "Rows":
         """Return rows `low` to `high - 1`; nothing is copied."""
+        if low == 0 and high == len(self.tokens):
+            return self
         first, last = int(self.counts[:low].sum()), int(self.counts[:high].sum())
         return Rows(self.tokens[low:high], self.known[low:high], self.starts[first:last], self.counts[low:high])
 
@@ -224,9 +226,7 @@ class Concat(TokenPacking):
         count = min(len(places), (current.length - 1 - offset) // self.seq_len)
         if count < 1:
             return 0
-        line = current.content[offset : offset + count * self.seq_len + 1]
-        for place, start in zip(places[:count].tolist(), range(0, count * self.seq_len, self.seq_len), strict=True):
-            buffer.tokens[place] = line[start : start + self.seq_len + 1]
+        buffer.tokens[places[:count]] = _cut(current.content, offset, count, self.seq_len)
         if offset == 0:
             buffer.starts[places[0]] = (0,)
         draws.use(current, count * self.seq_len)
@@ -289,6 +289,13 @@ class BestFit(TokenPacking):
         return Rows.row(out, filled, starts)
 
 
+def _cut(content: np.ndarray, offset: int, count: int, seq_len: int) -> np.ndarray:
+    """Return rows of `seq_len` tokens and the next one, one behind the other (`[count, T + 1]`); nothing is copied."""
+    line = content[offset : offset + count * seq_len + 1]
+    (step,) = line.strides
+    return np.ndarray((count, seq_len + 1), line.dtype, line, strides=(seq_len * step, step))
+
+
 def merge(parts: list[Rows], place: np.ndarray) -> Rows:
     """Put the rows of several parts in another order, each token copied once.
 
@@ -300,8 +307,10 @@ def merge(parts: list[Rows], place: np.ndarray) -> Rows:
     ends = np.cumsum([len(part) for part in parts])
     part_of_row = np.searchsorted(ends, place, side="right")
     for i, part in enumerate(parts):
-        mine = part_of_row == i
-        tokens[mine] = part.tokens[place[mine] - (ends[i] - len(part))]
+        mine = np.flatnonzero(part_of_row == i)
+        from_row = place[mine] - (ends[i] - len(part))
+        in_order = np.array_equal(from_row, np.arange(len(part)))
+        tokens[mine] = part.tokens if in_order else part.tokens[from_row]
     known, counts, starts = (
         np.concatenate([part.arrays()[name] for part in parts]) for name in ("known", "counts", "starts")
     )

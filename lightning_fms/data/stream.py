@@ -101,7 +101,7 @@ class Recipe:
         """
         if isinstance(document, str):
             return self.tokenizer.encode(document)
-        if len(document) and not 0 <= document.min() <= document.max() < self.tokenizer.vocab_size:
+        if len(document) and not _within(document, self.tokenizer.vocab_size):
             raise DocumentError(
                 f"token ids from {document.min()} to {document.max()} are not all in [0, {self.tokenizer.vocab_size}), the "
                 "vocabulary of the tokenizer; name the tokenizer that wrote them"
@@ -115,7 +115,16 @@ class Recipe:
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
         head = [bos] if self.bos and bos is not None and tokens[0] != bos else []
         tail = [eos] if self.eos and eos is not None and tokens[-1] != eos else []
+        if not head and not tail:
+            return tokens.astype(np.int32, copy=False)
         return np.concatenate((head, tokens, tail), dtype=np.int32, casting="unsafe")
+
+
+def _within(ids: np.ndarray, bound: int) -> bool:
+    """Whether all ids are in `[0, bound)`; read once: a negative one, seen as unsigned, is larger than any vocabulary."""
+    if ids.dtype.kind == "i" and bound <= np.iinfo(ids.dtype).max:
+        ids = ids.view(ids.dtype.str.replace("i", "u"))
+    return 0 <= ids.min() and ids.max() < bound if ids.dtype.kind == "i" else bool(ids.max() < bound)
 
 
 class Stream:
