@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from step_meter import StepMeter
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from workload import CLIP_NORM, OPTIONS, SEED, SHAPES, adamw, loader_arguments, measure_parser, settle, warm_up
+from workload import CLIP_NORM, OPTIONS, SHAPES, adamw, loader_arguments, measure_parser, settle, warm_up
 
 from lightning_fms.callbacks.flops import count_train_flops
 from lightning_fms.data import RescalableDataModule
@@ -44,7 +44,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train one variant and return its row."""
     shape, options, device = SHAPES[arguments.shape], set(arguments.options.split("+")), torch.device(arguments.device)
     assert options <= OPTIONS.keys()
-    L.seed_everything(SEED, verbose=False)
+    L.seed_everything(arguments.seed, verbose=False)
     settle(device)
     module = CausalLM(shape.model(), adamw, warm_up)
     flops = count_train_flops(module.net).at(shape.seq_len)
@@ -66,7 +66,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         **({"plugins": [fp8]} if fp8 else {"precision": "bf16-mixed"}),
     )
     workers = 2 if device.type == "cuda" else 0
-    data = RescalableDataModule(**loader_arguments(shape, arguments.tokenizer), num_workers=workers)
+    data = RescalableDataModule(**loader_arguments(shape, arguments.tokenizer, arguments.seed), num_workers=workers)
     attention: AbstractContextManager = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if "cudnn" in options else nullcontext()
     with attention:
         trainer.fit(module, datamodule=data)

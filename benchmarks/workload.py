@@ -65,6 +65,8 @@ class Shape:
 SHAPES = {
     "8b16": Shape(4096, 16, 32, 8, 14336, 128256, seq_len=8192, rows=1),
     "1b": Shape(2048, 16, 32, 8, 8192, 128256, seq_len=4096, rows=4),
+    "8b16r2": Shape(4096, 16, 32, 8, 14336, 128256, seq_len=8192, rows=2),
+    "300m": Shape(1024, 24, 16, 16, 2816, 8192, seq_len=1024, rows=8),
     "tiny": Shape(128, 2, 4, 2, 256, 512, seq_len=64, rows=2),
 }
 
@@ -74,7 +76,7 @@ warm_up = functools.partial(WarmupCosine, warmup_steps=10, total_steps=11, final
 CLIP_NORM = 1.0
 
 
-def loader_arguments(shape: Shape, tokenizer: str) -> dict[str, Any]:
+def loader_arguments(shape: Shape, tokenizer: str, seed: int = SEED) -> dict[str, Any]:
     """For `StreamLoader` and `RescalableDataModule` alike: the same batches from both, with any number of workers."""
     return {
         "sources": {"prose": PythonSource("docstrings"), "code": PythonSource("code")},
@@ -82,7 +84,7 @@ def loader_arguments(shape: Shape, tokenizer: str) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "seq_len": shape.seq_len,
         "global_batch_size": shape.rows,
-        "seed": SEED,
+        "seed": seed,
     }
 
 
@@ -130,6 +132,7 @@ def measure_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("options", help="joined by `+`")
     parser.add_argument("--tokenizer", required=True, help="JSON file of `tokenizers`")
+    parser.add_argument("--seed", type=int, default=SEED, help="of weights and data")
     parser.add_argument("--row", type=Path, required=True, help="JSON file for the result")
     add_length(parser)
     return parser
