@@ -7,12 +7,19 @@ one device there is nothing to gather, and the wrapper costs 5 % of a step. What
   exactly as they see FSDP2's shards.
 - While a step computes (forward and backward), the module holds bf16 Parameters in their place: `active()` swaps dict
   entries, a microsecond a parameter. Backward is included since activation checkpointing runs forward again there.
-- A hook on each bf16 Parameter adds its gradient to the master's fp32 `.grad` and frees it, so micro-batches accumulate
-  in fp32 and no second set of gradients exists.
+- A hook on each bf16 Parameter adds its gradient to the master's `.grad` and frees it, so micro-batches accumulate
+  in fp32 and no second set of gradients exists. Where the optimizer takes bf16 gradients (`narrow`), the first micro-batch's
+  becomes the master's `.grad` as it is, and only a second one makes it fp32: the same numbers, as bf16 is exact in fp32.
+- Masters in `keep` stay in the module while it computes: an FP8 layer casts fp32 weights itself and needs no bf16 copy.
+  Their gradients arrive in bf16 all the same and are added up by the same rule.
 - The copies are refreshed before they are used if a master changed: by its version counter, or when told so by
-  `invalidate`. An edit through `.data` moves no version counter (Lightning's weight averaging swaps so): the strategy
-  invalidates at the start of each optimizer step's first micro-batch and around every evaluation. Such an edit between
-  two micro-batches of one step, or two batches of one evaluation, is not seen.
+  `invalidate`. An optimizer that writes copies itself says so by `fresh`.
+
+An edit through `.data` moves no version counter (Lightning's weight averaging swaps so). So the strategy invalidates around
+every evaluation, at the first step of a fit and of each epoch, and at each step's first micro-batch wherever code that is neither
+Lightning's nor this package's runs between two steps: a hook of the module or of a callback there, or a hook on the
+optimizer's step; see `surroundings`. Where there is none, nothing is left that could edit. An edit through `.data`
+between two micro-batches of one step, or two batches of one evaluation, is not seen.
 
 The alternative, an autograd-tracked cast once per step, gives the same gradients; but the module then computes with
 non-leaf tensors that are no Parameters (fused kernels and `torch.compile` look for those), and all micro-batches hang on
@@ -20,11 +27,11 @@ one graph. Tied parameters stay tied: one master has one copy, wherever it appea
 gradient do not fire.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class MasterWeights:
@@ -33,23 +40,44 @@ class MasterWeights:
     Args:
         module: on its device, real memory. Parameters of other dtypes are left as they are.
         dtype: of the copies.
+        keep: masters that have no copy, because what computes with them reads fp32.
+
+    Attributes:
+        narrow: masters whose `.grad` may be in `dtype` after one micro-batch; the strategy chooses, see `narrow_gradients`.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype = torch.bfloat16, keep: Collection[nn.Parameter] = ()
+    ) -> None:
+        self.narrow: set[Tensor] = set()
+        kept = set(keep)
         copies: dict[nn.Parameter, nn.Parameter] = {}
         self._slots: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         for owner in module.modules():
             for name, master in owner._parameters.items():
-                if master is not None and master.dtype == torch.float32:
+                if master is not None and master.dtype == torch.float32 and master not in kept:
                     if master not in copies:
-                        copies[master] = _compute_copy(master, dtype)
+                        copies[master] = self._compute_copy(master, dtype)
                     self._slots.append((owner, name, master, copies[master]))
         self._masters, self._copies = list(copies), list(copies.values())
         self._versions = [-1] * len(self._masters)
+        self._index: dict[Tensor, int] = {master: i for i, master in enumerate(self._masters)}
         self._depth = 0
+        self._kept = [master for master in kept if master.dtype == torch.float32]
+        self._undo: list[Callable[[], None]] = [undo for master in self._kept for undo in self._collect(master)]
 
     def __len__(self) -> int:
         return len(self._masters)
+
+    @property
+    def kept(self) -> int:
+        """Number of masters without a copy."""
+        return len(self._kept)
+
+    @property
+    def copies(self) -> dict[Tensor, Tensor]:
+        """The copy of each master."""
+        return dict(zip(self._masters, self._copies, strict=True))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -85,6 +113,12 @@ class MasterWeights:
         if self._depth:
             self.refresh()
 
+    def fresh(self, masters: Collection[Tensor]) -> None:
+        """These have just been changed together with their copies, whole."""
+        for master in masters:
+            if (i := self._index.get(master)) is not None:
+                self._versions[i] = master._version
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the masters that changed since the last time."""
@@ -94,6 +128,25 @@ class MasterWeights:
             torch._foreach_copy_([self._copies[i] for i in changed], [self._masters[i] for i in changed])
             self._versions = versions
 
+    def narrow_gradients(self, masters: Collection[Tensor]) -> None:
+        """Leave the gradients of these in the copies' dtype until a second micro-batch; of all others they are fp32."""
+        chosen = set(masters)
+        self.narrow = {m for m in (*self._masters, *self._kept) if m in chosen}
+        for master in self.narrow:
+            _allow_any_gradient(master)
+
+    def release(self) -> None:
+        """Give masters back as they were: gradients in their own dtype, no hooks of ours."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        for master in (*self._masters, *self._kept):
+            if master.grad is not None and master.grad.dtype != master.dtype:
+                master.grad = _widened(master, master.grad)
+            if master.grad_dtype is None:
+                master.grad_dtype = master.dtype
+        self.narrow = set()
+
     def _show(self, copies: bool) -> None:
         for owner, name, master, copy in self._slots:
             parameter = copy if copies else master
@@ -102,19 +155,51 @@ class MasterWeights:
             else:  # e.g. nn.LSTM, which keeps a second list of its weights in step
                 setattr(owner, name, parameter)
 
+    def _compute_copy(self, master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+        copy = nn.Parameter(torch.empty_like(master, dtype=dtype), requires_grad=True)
 
-def _compute_copy(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    copy = nn.Parameter(torch.empty_like(master, dtype=dtype), requires_grad=True)
+        def accumulate(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None and master.requires_grad:  # else toggled off for another optimizer's turn
+                master.grad = self._sum(master, master.grad, gradient)
 
-    def accumulate(parameter: torch.Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None or not master.requires_grad:  # e.g. toggled off for another optimizer's turn
-            return
-        if master.grad is None:
-            master.grad = torch.empty_like(master)
-            torch._foreach_copy_([master.grad], [gradient])  # on a GPU twice as fast as `.to` (torch 2.11)
-        else:
-            master.grad.add_(gradient)
+        copy.register_post_accumulate_grad_hook(accumulate)
+        return copy
 
-    copy.register_post_accumulate_grad_hook(accumulate)
-    return copy
+    def _collect(self, master: nn.Parameter) -> list[Callable[[], None]]:
+        """Let a kept master's gradient arrive as it is, and add it up here instead of in autograd, which would in bf16."""
+        before: list[Tensor | None] = [None]
+
+        def put_aside(_: Tensor) -> None:
+            before[0], master.grad = master.grad, None
+
+        def accumulate(_: Tensor) -> None:
+            total, before[0] = before[0], None
+            if master.grad is not None:
+                master.grad = self._sum(master, total, master.grad)
+
+        _allow_any_gradient(master)
+        trainable = master.requires_grad
+        master.requires_grad_(True)  # hooks are refused on others, and these may be unfrozen later
+        hooks = [master.register_hook(put_aside), master.register_post_accumulate_grad_hook(accumulate)]
+        master.requires_grad_(trainable)
+        return [hook.remove for hook in hooks]
+
+    def _sum(self, master: nn.Parameter, total: Tensor | None, gradient: Tensor) -> Tensor:
+        """`total` with `gradient` added in fp32; both may be bf16."""
+        if total is None:
+            return gradient if master in self.narrow else _widened(master, gradient)
+        total = total if total.dtype == master.dtype else _widened(master, total)
+        return total.add_(gradient)
+
+
+def _widened(master: Tensor, gradient: Tensor) -> Tensor:
+    if gradient.dtype == master.dtype:
+        return gradient
+    wide = torch.empty_like(master)
+    torch._foreach_copy_([wide], [gradient])  # on a GPU twice as fast as `.to` (torch 2.11)
+    return wide
+
+
+def _allow_any_gradient(master: Tensor) -> None:
+    master.grad_dtype = None

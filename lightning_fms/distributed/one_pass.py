@@ -69,6 +69,15 @@ class Tensors:
     def __len__(self) -> int:
         return len(self.params)
 
+    def add(self, param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, copy: Tensor | None) -> None:
+        """One more of each; all have a copy, or none has."""
+        self.params.append(param)
+        self.grads.append(grad)
+        self.means.append(mean)
+        self.squares.append(square)
+        if copy is not None:
+            self.copies.append(copy)
+
 
 @triton.jit
 def _tile(  # type: ignore[no-untyped-def]

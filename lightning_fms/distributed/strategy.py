@@ -33,9 +33,11 @@ from lightning_fms.distributed.manual import RootInStep
 from lightning_fms.distributed.master import MasterWeights
 from lightning_fms.distributed.mesh import TENSOR, MeshShape, build_mesh, check_mesh_arguments, resolve_mesh
 from lightning_fms.distributed.offload import check_offload
+from lightning_fms.distributed.one_pass_optimizer import restore
 from lightning_fms.distributed.place import Placed, Settings, place
 from lightning_fms.distributed.report import SetupReport
 from lightning_fms.distributed.saving import SavingStrategy
+from lightning_fms.distributed.surroundings import Surroundings, keeps_copies_fresh, use_one_pass
 from lightning_fms.distributed.tensor_parallel import check_repeated
 from lightning_fms.distributed.tensor_plan import Plan
 
@@ -59,6 +61,9 @@ class FSDPCompileStrategy(SavingStrategy):
         checkpoint_every, save_ops, activation_budget: see above.
         reshard_after_forward: free a block's gathered parameters between forward and backward: less memory, one more
             all-gather.
+        one_pass_optimizer: step `torch.optim.AdamW` and `Adam` in one pass over memory, together with clipping by norm and the
+            bf16 copies; 'auto' on CUDA, True also elsewhere (by a slow reference), False leaves it to PyTorch. The same
+            numbers but for rounding. See `one_pass`.
         cpu_offload: keep shards and optimizer state in host memory (GPU only; wraps on one device, too).
         activation_offload: keep what blocks save for backward in pinned host memory (GPU only). See `offload`.
         prefetch: groups of parameters that are gathered ahead of their use; 1 is what FSDP does by itself.
@@ -95,6 +100,7 @@ class FSDPCompileStrategy(SavingStrategy):
         save_ops: Sequence[str] | str | None = None,
         activation_budget: float = 0.5,
         reshard_after_forward: bool = True,
+        one_pass_optimizer: bool | str = "auto",
         cpu_offload: bool = False,
         activation_offload: bool = False,
         prefetch: int = 1,
@@ -107,6 +113,8 @@ class FSDPCompileStrategy(SavingStrategy):
         check_mesh_arguments(replicate, shard, tensor)
         if checkpoint_format not in ("sharded", "consolidated"):
             raise ValueError(f"checkpoint_format={checkpoint_format!r}: give 'sharded' or 'consolidated'")
+        if one_pass_optimizer not in (True, False, "auto"):
+            raise ValueError(f"{one_pass_optimizer=}: give True, False or 'auto'")
         recomputed = activation_checkpointing, checkpoint_every, save_ops, activation_budget
         self._settings = Settings(
             blocks,
@@ -125,6 +133,7 @@ class FSDPCompileStrategy(SavingStrategy):
         self._repeated_checked = False
         self._accumulate_without_reduce = accumulate_without_reduce
         self._consolidate, self._allow_pickle = checkpoint_format == "consolidated", allow_pickle
+        self._one_pass, self._surroundings = one_pass_optimizer, Surroundings()
         self.report = SetupReport()
         self._placed, self._root = Placed(), RootInStep()
         self._seed = 0
@@ -202,7 +211,8 @@ class FSDPCompileStrategy(SavingStrategy):
         self._repeated_checked = self._tensor == 1
         plugin, mesh = self.precision_plugin, self.device_mesh if self._wraps else None
         rule, masters = policy.fsdp_policy(plugin), policy.computes_in_bf16(plugin)
-        self._placed = place(module, self._settings, mesh, self.root_device, self._seed, rule, masters)
+        keep = getattr(plugin, "reads_masters", lambda _: ())  # e.g. FP8 layers, which cast fp32 weights themselves
+        self._placed = place(module, self._settings, mesh, self.root_device, self._seed, rule, masters, keep)
         self._root = RootInStep(module)
         self.report = self._placed.report
         self.report.mesh, self.report.precision = str(self.mesh_shape), f"{plugin.precision}{self.report.precision}"
@@ -227,12 +237,16 @@ class FSDPCompileStrategy(SavingStrategy):
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         """Make the optimizers from the module as it is now, and follow their steps."""
         super().setup_optimizers(trainer)
+        self._surroundings = Surroundings()
+        self.report.notes += use_one_pass(self.optimizers, self._one_pass, self.root_device, self._masters)
         for optimizer in self.optimizers:
             if isinstance(optimizer, Optimizer):
                 optimizer.register_step_post_hook(self._after_optimizer_step)
 
     def teardown(self) -> None:
         """Give the module back without our forwards and compute copies. A sharded module stays sharded."""
+        for optimizer in self.optimizers:
+            restore(optimizer)
         self._placed.undo()
         self._placed = Placed()
         if self.model is not None:
@@ -247,7 +261,8 @@ class FSDPCompileStrategy(SavingStrategy):
         step = self.lightning_module.trainer.global_step
         self._micro_batch = (step, self._micro_batch[1] + 1 if self._micro_batch[0] == step else 0)
         if self._micro_batch[1] == 0:
-            self._invalidate()  # edits through `.data` move no version counter
+            module = self.lightning_module
+            self._surroundings.before_step(module.trainer, module, self.optimizers, self._masters)
             policy.free_gradients(self.lightning_module)
         rng.seed_micro_batch(self._seed, *self._micro_batch, self.distributed_sampler_kwargs["rank"])
         self._in_training_step = True
@@ -328,7 +343,9 @@ class FSDPCompileStrategy(SavingStrategy):
 
     def _after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
-        self._weights_changed({p for p in stepped if p.grad is not None})
+        if not keeps_copies_fresh(optimizer):
+            self._invalidate()
+        self._weights_changed({p for p in stepped if p.grad is not None}, copies=False)
         if self.model is not None:
             shard.drop_held_gradients(self.model, stepped)
         if self._in_training_step:
@@ -347,8 +364,9 @@ class FSDPCompileStrategy(SavingStrategy):
             for group in groups:
                 group.set_requires_gradient_sync(True, recurse=False)
 
-    def _weights_changed(self, parameters: set[torch.Tensor] | None = None) -> None:
-        self._invalidate()
+    def _weights_changed(self, parameters: set[torch.Tensor] | None = None, copies: bool = True) -> None:
+        if copies:
+            self._invalidate()
         self._reshard()  # a group that a forward without backward left gathered holds old weights
         if self.model is not None:
             shard.mark_changed(self.model, parameters)

@@ -8,7 +8,7 @@ from lightning_fms.distributed import one_pass
 from lightning_fms.distributed.one_pass import Settings, Tables, Tensors, adam_step
 from lightning_fms.triton_backend import INTERPRETED
 
-LENGTHS = (1, 64, 200, 257, 0, 128, 640)
+LENGTHS = (1, 64, 0, 200)
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +29,7 @@ def make(length: int, seed: int, unaligned: bool) -> Tensor:
     return values[1:] if unaligned else values[1:].clone()
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("kind", "dtype"), [(torch.optim.AdamW, torch.bfloat16), (torch.optim.Adam, torch.float32)])
 @pytest.mark.parametrize("unaligned", [False, True])
 def test_kernel_equals_torchs_fused_to_a_unit_in_the_last_place_a_step(
     kind: type[torch.optim.Adam], dtype: torch.dtype, unaligned: bool
@@ -43,7 +42,7 @@ def test_kernel_equals_torchs_fused_to_a_unit_in_the_last_place_a_step(
     ours.copies = [torch.zeros_like(p, dtype=torch.bfloat16) for p in theirs] if dtype == torch.bfloat16 else []
     optimizer = kind(theirs, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     factor = torch.tensor(0.37)
-    for step in range(1, 5):
+    for step in range(1, 4):
         lr = 1e-2 / step
         ours.grads = [make(n, 100 * step + i, False).to(dtype) for i, n in enumerate(LENGTHS)]
         for parameter, gradient in zip(theirs, ours.grads, strict=True):

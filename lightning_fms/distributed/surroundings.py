@@ -1,0 +1,108 @@
+"""What other code runs around an optimizer step, and what the strategy may leave out where there is none.
+
+A step in one pass (`one_pass_optimizer`) keeps gradients in bf16, does not write clipped gradients, and leaves bf16 copies
+that need no refresh. All of that could be noticed by a hook that looks at gradients before the optimizer uses them, or
+edits weights through `.data`, which moves no version counter. So each epoch's first step looks which hooks the module and the
+callbacks define: with only Lightning's and this package's there, nobody can notice. Else gradients are fp32 and clipped in
+place, and copies are refreshed at every step, as with any other optimizer.
+
+What is not guarded: `.grad` after the step, as a hook like `on_train_batch_end` finds it, is bf16 and unclipped.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from lightning_fms.distributed import one_pass_optimizer
+from lightning_fms.distributed.master import MasterWeights
+
+# Hooks that run while gradients lie between backward and the optimizer's arithmetic, and between that and the next forward.
+_SEE_GRADIENTS = (
+    "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "on_before_backward",
+    "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step",
+)  # fmt: skip
+_BETWEEN_STEPS = ("optimizer_step", "lr_scheduler_step", "on_train_batch_start", "on_train_batch_end")
+
+
+def use_one_pass(
+    optimizers: Sequence[Any], wanted: bool | str, device: torch.device, masters: MasterWeights | None
+) -> list[str]:
+    """Convert the optimizers that can be; returns a line for each that was asked for.
+
+    Args:
+        optimizers: of the run.
+        wanted: True, False, or 'auto', on CUDA only.
+        device: of this rank.
+        masters: with copies to write.
+    """
+    if not wanted or (wanted == "auto" and device.type != "cuda"):
+        return []
+    lines = []
+    for optimizer in optimizers:
+        name, why = type(optimizer).__name__, one_pass_optimizer.hindrance(optimizer, anywhere=wanted is True)
+        if not why:
+            copies, fresh = (masters.copies, masters.fresh) if masters is not None else ({}, None)
+            one_pass_optimizer.convert(optimizer, copies, fresh, anywhere=wanted is True)
+        lines.append(f"optimizer: {name} by PyTorch, {why}" if why else f"optimizer: {name} in one pass")
+    return lines
+
+
+class Surroundings:
+    """What is around the steps of one fit."""
+
+    def __init__(self) -> None:
+        self._epoch = -1
+        self._edits_possible = True
+
+    def before_step(
+        self, trainer: Trainer, module: LightningModule, optimizers: Sequence[Any], masters: MasterWeights | None
+    ) -> None:
+        """Look around in each epoch's first step; refresh the copies of weights that may have been edited."""
+        first = self._epoch != trainer.current_epoch
+        if first:
+            self._epoch = trainer.current_epoch
+            self._edits_possible = may_edit_weights(trainer, module)
+            _choose_gradients(optimizers, masters, private=not shows_gradients(trainer, module))
+        if masters is not None and (first or self._edits_possible):
+            masters.invalidate()
+
+
+def _choose_gradients(optimizers: Sequence[Any], masters: MasterWeights | None, private: bool) -> None:
+    """Bf16 gradients, and clipping in the step, where the optimizers can and nobody sees it."""
+    ours = [optimizer for optimizer in map(one_pass_optimizer.one_pass, optimizers) if optimizer is not None]
+    for optimizer in ours:
+        optimizer.folds = private
+    if masters is not None:
+        groups = [group for optimizer in ours for group in optimizer.param_groups if private]
+        masters.narrow_gradients({p for group in groups for p in group["params"]})
+
+
+def keeps_copies_fresh(optimizer: Optimizer) -> bool:
+    """Whether a step leaves nothing to refresh: it wrote the copies, and nobody else's hook edits weights behind it.
+
+    The strategy has one hook on each optimizer.
+    """
+    hooks = len(optimizer._optimizer_step_post_hooks) + len(_global_optimizer_post_hooks)
+    return one_pass_optimizer.one_pass(optimizer) is not None and hooks == 1
+
+
+def shows_gradients(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether someone else's code may look at gradients before the optimizer uses them, and expect them fp32 and clipped."""
+    by_value = bool(trainer.gradient_clip_val) and str(trainer.gradient_clip_algorithm) == "value"
+    return not module.automatic_optimization or by_value or _foreign_hooks(trainer, module, _SEE_GRADIENTS)
+
+
+def may_edit_weights(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether someone else's code runs between an optimizer step and the next forward, and may edit weights through `.data`."""
+    return not module.automatic_optimization or _foreign_hooks(trainer, module, _BETWEEN_STEPS)
+
+
+def _foreign_hooks(trainer: Trainer, module: LightningModule, names: Sequence[str]) -> bool:
+    """Whether a hook of the module or a callback is defined outside of Lightning and this package."""
+    hooks = (getattr(owner, name, None) for owner in (module, *vars(trainer)["callbacks"]) for name in names)
+    homes = {str(getattr(hook, "__module__", "")).partition(".")[0] for hook in hooks if hook is not None}
+    return not homes <= {"lightning", "lightning_fms"}
