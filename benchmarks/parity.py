@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # imports that look for GPUs must not start CUDA: ranks are forked
+
 import lightning as L
 import torch
 from torch import Tensor
