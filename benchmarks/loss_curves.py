@@ -4,7 +4,7 @@
     python benchmarks/loss_curves.py --shape tiny --device cpu --steps 20 --last 5 --at-once 1   # does it run?
 
 Each variant (options of `gpu.py`, `@` and a seed) trains in a process of its own, several at once, because only losses are
-looked at. Except for the variant with another seed, weights, text and order are the same. A variant passes if its mean loss of
+looked at; --out is written when one is done. Except for the variant with another seed, weights, text and order are the same. A variant passes if its mean loss of
 the last steps is not further from the first variant's than the other seed's is.
 """
 
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from workload import SEED, SHAPES, tokenizer_for
@@ -103,12 +103,15 @@ def main(words: Sequence[str]) -> int:
     else:
         with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(arguments.at_once) as pool:
             tokenizer = tokenizer_for(SHAPES[arguments.shape], Path(work))
-            jobs = {v: pool.submit(losses_of, v, tokenizer, arguments, Path(work)) for v in arguments.variants}
-            curves = {variant: job.result() for variant, job in jobs.items()}
+            jobs = {pool.submit(losses_of, v, tokenizer, arguments, Path(work)): v for v in arguments.variants}
+            done: dict[str, list[float]] = {}
+            for job in as_completed(jobs):
+                done[jobs[job]] = job.result()
+                curves = {variant: done[variant] for variant in arguments.variants if variant in done}
+                if arguments.out:
+                    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                    arguments.out.write_text(json.dumps(curves))
     print("\n".join(table(curves, arguments.last)))
-    if arguments.out and not arguments.only_draw:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(curves))
     if arguments.png:
         draw(curves, arguments.png)
     return 0
