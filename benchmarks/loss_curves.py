@@ -4,8 +4,8 @@
     python benchmarks/loss_curves.py --shape tiny --device cpu --steps 20 --last 5 --at-once 1   # does it run?
 
 Each variant (options of `gpu.py`, `@` and a seed) trains in a process of its own, several at once, because only losses are
-looked at; --out is written when one is done. Except for the variant with another seed, weights, text and order are the same. A variant passes if its mean loss of
-the last steps is not further from the first variant's than the other seed's is.
+looked at; --out is written when one is done. Except for the variant with another seed, weights, text and order are the
+same. A variant passes if its mean loss of the last steps is not further from the first variant's than the other seed's is.
 """
 
 import argparse
