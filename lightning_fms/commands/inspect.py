@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lightning_fms.commands.arguments import add_source_options, count
 from lightning_fms.commands.sample import Sample, sample
 from lightning_fms.data.sources import (
@@ -94,9 +96,11 @@ def report(name: str, source: Source, found: Sample, tokenizer: str) -> dict[str
     if not found.lengths and not found.odd:
         raise DocumentError(f"{source.listing.root}: the sample holds no document; give a larger --sample")
     listing = source.listing
+    empty = np.flatnonzero(listing.sizes == 0)
     return {
         "source": name, "format": next((n for kind, n in _NAMES if isinstance(source, kind)), type(source).__name__),
         "files": len(listing.names), "bytes": listing.total_bytes, "fragments": len(listing.fragments[0]),
+        "empty_files": {"count": len(empty), "first": str(listing.path(int(empty[0]))) if len(empty) else None},
         "documents": found.documents, "documents_exact": found.exact,
         "tokens": found.tokens, "tokens_exact": found.exact_tokens, "tokenizer": tokenizer,
         "sampled_documents": len(found.lengths), "sampled_places": found.places,
@@ -120,6 +124,8 @@ def shown(found: dict[str, Any]) -> list[str]:
         f"  tokens     {'' if found['tokens_exact'] else '~'}{found['tokens']:,} (tokenizer {found['tokenizer']}; {how})",
         f"  lengths    {lengths} tokens",
     ]
+    if (empty := found["empty_files"])["count"]:
+        lines.insert(3, f"             {empty['count']:,} of them of 0 bytes; first: {empty['first']}")
     for kind, odd in found["odd"].items():
         lines.append(f"  {kind:<9}  {odd['count']:,} in the sample; first: {odd['first']}")
     return lines

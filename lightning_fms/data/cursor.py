@@ -182,7 +182,8 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
         if saved[key] != current[key]:
             raise ValueError(
                 f"the data state is of another run: {key} was {saved[key]} and is {current[key]}; "
-                f"set {key}={saved[key]} to go on with it, or start anew without the state"
+                f"set {key}={saved[key]} where the data is built (fms-train: data.{key}={saved[key]}) to go on with it, or start "
+                "anew without the state"
             )
     shared = set(saved["listings"]) & set(current["listings"])
     if not shared:

@@ -91,7 +91,10 @@ class Draws:
 
     def current(self) -> Drawn | None:
         """Return what `oldest` would, but draw nothing: `None` if everything is used up."""
-        return next(self._waiting(), None)
+        for drawn in self._pending:
+            if not drawn.used and drawn.position is not None:
+                return drawn
+        return None
 
     def look_ahead(self) -> list[Drawn]:
         """Draw as many documents as may wait, and return those that do, oldest first."""
@@ -134,6 +137,8 @@ class Draws:
 
     def rows_alike(self, number: int) -> int:
         """Return how many of this stream's rows from `number` on are under the same weights."""
+        if len(self.recipe.history) == 1:
+            return _NEVER
         later = [first for first, _ in self.recipe.history if first > number]
         return -(-(later[0] - number) // self.recipe.streams) if later else _NEVER
 

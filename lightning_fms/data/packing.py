@@ -14,6 +14,7 @@ Legend: R rows, T seq_len.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -70,8 +71,13 @@ class Rows:
         """Return rows `low` to `high - 1`; nothing is copied."""
         if low == 0 and high == len(self.tokens):
             return self
-        first, last = int(self.counts[:low].sum()), int(self.counts[:high].sum())
-        return Rows(self.tokens[low:high], self.known[low:high], self.starts[first:last], self.counts[low:high])
+        starts = self.starts[self._begins[low] : self._begins[high]]
+        return Rows(self.tokens[low:high], self.known[low:high], starts, self.counts[low:high])
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        """Where the `starts` of each row begin, and their end."""
+        return [0, *np.cumsum(self.counts).tolist()]
 
     def concatenate(self, others: "list[Rows]") -> "Rows":
         """Put rows of equal length behind these."""
@@ -291,9 +297,8 @@ class BestFit(TokenPacking):
 
 def _cut(content: np.ndarray, offset: int, count: int, seq_len: int) -> np.ndarray:
     """Return rows of `seq_len` tokens and the next one, one behind the other (`[count, T + 1]`); nothing is copied."""
-    line = content[offset : offset + count * seq_len + 1]
-    (step,) = line.strides
-    return np.ndarray((count, seq_len + 1), line.dtype, line, strides=(seq_len * step, step))
+    size = content.itemsize
+    return np.ndarray((count, seq_len + 1), content.dtype, content, offset * size, (seq_len * size, size))
 
 
 def merge(parts: list[Rows], place: np.ndarray) -> Rows:
@@ -335,8 +340,9 @@ def collate(rows: Rows, size: int, mask_first: bool = False) -> Batch:
         padding as if it were one more.
     """
     count, seq_len = rows.tokens.shape[0], rows.tokens.shape[1] - 1
-    inputs, labels = np.zeros((size, seq_len), np.int64), np.full((size, seq_len), IGNORE, np.int64)
+    inputs, labels = np.empty((size, seq_len), np.int64), np.empty((size, seq_len), np.int64)
     inputs[:count], labels[:count] = rows.tokens[:, :-1], rows.tokens[:, 1:]
+    inputs[count:], labels[count:] = 0, IGNORE
     known = np.zeros(size, dtype=np.int64)
     known[:count] = rows.known
     row_of_start = np.repeat(np.arange(count), rows.counts)
@@ -353,11 +359,12 @@ def collate(rows: Rows, size: int, mask_first: bool = False) -> Batch:
     row_of_document, place = np.divmod(begins, seq_len)
     lengths = np.diff(begins, append=size * seq_len)
     number = np.arange(len(begins)) - np.searchsorted(row_of_document, np.arange(size))[row_of_document]
-    positions = np.tile(np.arange(seq_len), size) - np.repeat(place, lengths)
+    positions = np.repeat(-place, lengths).reshape(size, seq_len)
+    positions += np.arange(seq_len)
     return {
         "input_ids": torch.from_numpy(inputs),
         "labels": torch.from_numpy(labels),
-        "position_ids": torch.from_numpy(positions.reshape(size, seq_len)),
+        "position_ids": torch.from_numpy(positions),
         "document_ids": torch.from_numpy(np.repeat(number, lengths).reshape(size, seq_len)),
         "row_valid": torch.from_numpy(known > 0),
     }

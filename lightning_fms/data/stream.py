@@ -116,7 +116,7 @@ class Recipe:
         head = [bos] if self.bos and bos is not None and tokens[0] != bos else []
         tail = [eos] if self.eos and eos is not None and tokens[-1] != eos else []
         if not head and not tail:
-            return tokens.astype(np.int32, copy=False)
+            return np.ascontiguousarray(tokens, dtype=np.int32)
         return np.concatenate((head, tokens, tail), dtype=np.int32, casting="unsafe")
 
 
@@ -124,7 +124,9 @@ def _within(ids: np.ndarray, bound: int) -> bool:
     """Whether all ids are in `[0, bound)`; read once: a negative one, seen as unsigned, is larger than any vocabulary."""
     if ids.dtype.kind == "i" and bound <= np.iinfo(ids.dtype).max:
         ids = ids.view(ids.dtype.str.replace("i", "u"))
-    return 0 <= ids.min() and ids.max() < bound if ids.dtype.kind == "i" else bool(ids.max() < bound)
+    if ids.dtype.kind == "i":  # a vocabulary beyond what the dtype can say
+        return bool(ids.min() >= 0)
+    return bool(ids.max() < bound)
 
 
 class Stream:

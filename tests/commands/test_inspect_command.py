@@ -75,6 +75,16 @@ def test_odd_data_is_counted_and_the_first_of_it_named(tmp_path: Path, capsys: p
     assert "  tokens     1 (tokenizer bytes; counted)" in lines
 
 
+def test_files_of_no_bytes_are_counted_and_the_first_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "\n')
+    (tmp_path / "b.jsonl").touch()
+    assert call("inspect", tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3] == f"             1 of them of 0 bytes; first: {tmp_path / 'b.jsonl'}"
+    assert "  documents  2" in lines
+    assert any("not valid JSON (Unterminated string starting at character 9)" in line for line in lines)
+
+
 def test_odd_rows_of_tables_and_files_that_break_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pq.write_table(pa.table({"text": ["a", None, ""]}), tmp_path / "a.parquet")
     found = inspect(capsys, tmp_path / "a.parquet")

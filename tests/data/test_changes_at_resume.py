@@ -163,8 +163,8 @@ def test_a_state_of_another_run_is_refused_with_the_difference(tmp_path: Path) -
     renamed = write_jsonl(tmp_path / "q", "p", 20, files=2)
     (renamed / "p-1.jsonl").rename(renamed / "p-2.jsonl")
     for change, words in (
-        ({"seed": 7}, "seed was 0 and is 7; set seed=0 to go on with it, or start anew without the state"),
-        ({"num_streams": 5}, "num_streams was 4 and is 5; set num_streams=4 to go on with it"),
+        ({"seed": 7}, r"seed was 0 and is 7; set seed=0 where the data is built \(fms-train: data.seed=0\) to go on"),
+        ({"num_streams": 5}, "num_streams was 4 and is 5; set num_streams=4 where"),
         ({"sources": {"q": folder}}, r"its sources are \['p'\], this run's are \['q'\]"),
         (
             {"sources": {"p": folder / "p-0.jsonl"}},

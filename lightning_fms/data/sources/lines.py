@@ -122,7 +122,7 @@ class JsonLines(Lines):
         try:
             return self._document(json.loads(line))
         except json.JSONDecodeError as error:
-            what = f"is not valid JSON ({error.msg} at character {error.pos})"
+            what = f"is not valid JSON ({error.msg.removesuffix(' at')} at character {error.pos})"
         except DocumentError as error:
             what = str(error)
         except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets 10,000 deep
