@@ -136,13 +136,13 @@ class MasterWeights:
             _allow_any_gradient(master)
 
     def release(self) -> None:
-        """Give masters back as they were: gradients in their own dtype, no hooks of ours."""
+        """Give masters back as they were, without our hooks. Gradients in another dtype are dropped: they have been used."""
         for undo in self._undo:
             undo()
         self._undo.clear()
         for master in (*self._masters, *self._kept):
             if master.grad is not None and master.grad.dtype != master.dtype:
-                master.grad = _widened(master, master.grad)
+                master.grad = None
             if master.grad_dtype is None:
                 master.grad_dtype = master.dtype
         self.narrow = set()

@@ -16,6 +16,7 @@ The arithmetic is fp32, in the order of PyTorch's fused kernel. Bias corrections
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -205,31 +206,27 @@ class Tables:
     _LIMIT = 32  # sets of tensors; where others have gradients at every step, old ones go
 
     def __init__(self) -> None:
-        self._kept: dict[object, tuple[list[int], Tensor, Tensor]] = {}
+        self._kept: dict[object, tuple[list[list[int]], Tensor, bool, Tensor]] = {}
 
-    def of(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """The table [tensors, 6] and the map [programs, 2] of tensors that are on one device."""
-        columns = tensors.params, tensors.grads, tensors.means, tensors.squares, _or_none(tensors)
-        table = [
-            value
-            for row in zip(*columns, strict=True)
-            for value in (*(0 if t is None else t.data_ptr() for t in row), row[0].numel())
+    def of(self, tensors: Tensors) -> tuple[Tensor, bool, Tensor]:
+        """Of tensors on one device: the table [tensors, 6], whether all addresses divide by 16, the map [programs, 2]."""
+        pointers = [
+            [tensor.data_ptr() for tensor in kind]
+            for kind in (tensors.params, tensors.grads, tensors.means, tensors.squares, tensors.copies)
         ]
-        device = tensors.params[0].device
-        key = device, tuple(table[5::6]), CHUNK
+        lengths, device = [param.numel() for param in tensors.params], tensors.params[0].device
+        key = device, tuple(lengths), tensors.grads[0].dtype, bool(tensors.copies), CHUNK
         if key not in self._kept:
             if len(self._kept) >= self._LIMIT:
                 self._kept.clear()
-            self._kept[key] = [], torch.empty(0), _send(_chunk_map(table[5::6]), device)
-        last, on_device, chunk_map = self._kept[key]
-        if table != last:
-            on_device = _send(torch.tensor(table), device)
-            self._kept[key] = table, on_device, chunk_map
-        return on_device, chunk_map
-
-
-def _or_none(tensors: Tensors) -> Sequence[Tensor | None]:
-    return tensors.copies or [None] * len(tensors)
+            self._kept[key] = [], torch.empty(0), False, _send(_chunk_map(lengths), device)
+        last, table, aligned, chunk_map = self._kept[key]
+        if pointers != last:
+            aligned = not any(pointer % 16 for column in pointers for pointer in column)
+            columns = [*pointers[:4], pointers[4] or [0] * len(tensors), lengths]
+            table = _send(torch.tensor(columns).t().contiguous(), device)
+            self._kept[key] = pointers, table, aligned, chunk_map
+        return table, aligned, chunk_map
 
 
 def _chunk_map(lengths: Sequence[int]) -> Tensor:
@@ -266,13 +263,12 @@ def adam_step(
 
 
 def _adam_triton(tensors: Tensors, settings: Settings, factor: Tensor | None, tables: Tables) -> None:
-    table, chunk_map = tables.of(tensors)
+    table, aligned, chunk_map = tables.of(tensors)
     if not len(chunk_map):
         return
     (beta1, beta2), (bias1, bias2) = settings.betas, settings.bias_corrections
     on_device = isinstance(settings.lr, Tensor)
     lr = 1.0 if on_device else float(settings.lr)
-    everything = (tensors.params, tensors.grads, tensors.means, tensors.squares, tensors.copies)
     _adam_kernel[(len(chunk_map),)](
         table,
         chunk_map,
@@ -291,7 +287,7 @@ def _adam_triton(tensors: Tensors, settings: Settings, factor: Tensor | None, ta
         HAS_FACTOR=factor is not None,
         LR_ON_DEVICE=on_device,
         DECOUPLED=settings.decoupled,
-        ALIGNED=all(t.data_ptr() % 16 == 0 for kind in everything for t in kind),
+        ALIGNED=aligned,
         BF16_BYTES=BF16_BYTES,
         CHUNK=CHUNK,
         TILE=TILE,
@@ -302,7 +298,7 @@ def _adam_triton(tensors: Tensors, settings: Settings, factor: Tensor | None, ta
 def adam_step_reference(tensors: Tensors, settings: Settings, factor: Tensor | None) -> None:
     """The same in plain PyTorch, a tensor at a time."""
     (beta1, beta2), (bias1, bias2) = settings.betas, settings.bias_corrections
-    copies = _or_none(tensors)
+    copies: list[Any] = tensors.copies or [None] * len(tensors)
     for param, grad, mean, square, copy in zip(
         tensors.params, tensors.grads, tensors.means, tensors.squares, copies, strict=True
     ):

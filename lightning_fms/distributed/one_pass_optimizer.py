@@ -77,9 +77,10 @@ class _OnePass(Optimizer):
         param, grad, mean, square = _local(param), _local(grad), _local(mean), _local(square)
         return (
             type(param) in (Tensor, nn.Parameter)
-            and all(t.dtype == torch.float32 and t.stride() == param.stride() for t in (param, mean, square))
+            and param.dtype == mean.dtype == square.dtype == torch.float32
+            and param.stride() == mean.stride() == square.stride()
             and grad.dtype in (torch.float32, torch.bfloat16)
-            and (param.device.type == "cuda" or self._anywhere)
+            and (param.is_cuda or self._anywhere)
             and param.device == grad.device == mean.device == square.device
             and _dense(param)
         )
@@ -220,5 +221,5 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> bool:
-    formats = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
-    return any(tensor.is_contiguous(memory_format=kind) for kind in formats)
+    others = torch.channels_last, torch.channels_last_3d
+    return tensor.is_contiguous() or any(tensor.is_contiguous(memory_format=kind) for kind in others)

@@ -3,8 +3,9 @@
 A step in one pass (`one_pass_optimizer`) keeps gradients in bf16, does not write clipped gradients, and leaves bf16 copies
 that need no refresh. All of that could be noticed by a hook that looks at gradients before the optimizer uses them, or
 edits weights through `.data`, which moves no version counter. So each epoch's first step looks which hooks the module and the
-callbacks define: with only Lightning's and this package's there, nobody can notice. Else gradients are fp32 and clipped in
-place, and copies are refreshed at every step, as with any other optimizer.
+callbacks define, and how the precision plugin clips: with only Lightning's and this package's there, nobody can notice. Else gradients are fp32 and clipped in
+place, and copies are refreshed at every step, as with any other optimizer. A callback with `only_watches = True` says that it
+edits no weights and needs no gradients as they usually are, and counts as one of ours.
 
 What is not guarded: `.grad` after the step, as a hook like `on_train_batch_end` finds it, is bf16 and unclipped.
 """
@@ -24,6 +25,7 @@ from lightning_fms.distributed.master import MasterWeights
 _SEE_GRADIENTS = (
     "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "on_before_backward",
     "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step",
+    "clip_gradients", "clip_grad_by_norm", "main_params",
 )  # fmt: skip
 _BETWEEN_STEPS = ("optimizer_step", "lr_scheduler_step", "on_train_batch_start", "on_train_batch_end")
 
@@ -92,17 +94,19 @@ def keeps_copies_fresh(optimizer: Optimizer) -> bool:
 
 def shows_gradients(trainer: Trainer, module: LightningModule) -> bool:
     """Whether someone else's code may look at gradients before the optimizer uses them, and expect them fp32 and clipped."""
-    by_value = bool(trainer.gradient_clip_val) and str(trainer.gradient_clip_algorithm) == "value"
-    return not module.automatic_optimization or by_value or _foreign_hooks(trainer, module, _SEE_GRADIENTS)
+    by_value = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm == "value"
+    plugin = type(trainer.precision_plugin)
+    return not module.automatic_optimization or by_value or _foreign_hooks(trainer, (module, plugin), _SEE_GRADIENTS)
 
 
 def may_edit_weights(trainer: Trainer, module: LightningModule) -> bool:
     """Whether someone else's code runs between an optimizer step and the next forward, and may edit weights through `.data`."""
-    return not module.automatic_optimization or _foreign_hooks(trainer, module, _BETWEEN_STEPS)
+    return not module.automatic_optimization or _foreign_hooks(trainer, (module,), _BETWEEN_STEPS)
 
 
-def _foreign_hooks(trainer: Trainer, module: LightningModule, names: Sequence[str]) -> bool:
-    """Whether a hook of the module or a callback is defined outside of Lightning and this package."""
-    hooks = (getattr(owner, name, None) for owner in (module, *vars(trainer)["callbacks"]) for name in names)
+def _foreign_hooks(trainer: Trainer, others: Sequence[Any], names: Sequence[str]) -> bool:
+    """Whether a hook of a callback or of the others is defined outside of Lightning and this package; not where it only watches."""
+    callbacks = (callback for callback in vars(trainer)["callbacks"] if not getattr(callback, "only_watches", False))
+    hooks = (getattr(owner, name, None) for owner in (*others, *callbacks) for name in names)
     homes = {str(getattr(hook, "__module__", "")).partition(".")[0] for hook in hooks if hook is not None}
     return not homes <= {"lightning", "lightning_fms"}

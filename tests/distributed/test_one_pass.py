@@ -155,7 +155,7 @@ def test_gradients_are_those_of_fp32_accumulation_bit_for_bit(micro_batches: int
         expected = torch.bfloat16 if narrow and micro_batches == 1 else torch.float32
         assert {g.dtype for g in found.values()} == {expected}
         masters.release()
-        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+        assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
         assert all(p.grad_dtype == torch.float32 for p in model.parameters())
         return {name: g.float() for name, g in found.items()}
 
@@ -238,6 +238,13 @@ def test_whoever_looks_or_edits_finds_what_there_is_without_it(launches: list[An
     ours = weights_after(Looks, True, gradient_clip_val=None)
     assert launches == [(torch.float32, False, True)] * 4
     close(ours, weights_after(Looks, False, gradient_clip_val=None))
+
+
+def test_clipping_by_value_clips_gradients_in_fp32(launches: list[Any]) -> None:
+    options: dict[str, Any] = {"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}
+    ours = weights_after(Tiny, True, **options)
+    assert launches == [(torch.float32, False, True)] * 4
+    close(ours, weights_after(Tiny, False, **options))
 
 
 class Clamps(Tiny):
