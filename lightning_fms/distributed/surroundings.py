@@ -3,9 +3,9 @@
 A step in one pass (`one_pass_optimizer`) keeps gradients in bf16, does not write clipped gradients, and leaves bf16 copies
 that need no refresh. All of that could be noticed by a hook that looks at gradients before the optimizer uses them, or
 edits weights through `.data`, which moves no version counter. So each epoch's first step looks which hooks the module and the
-callbacks define, and how the precision plugin clips: with only Lightning's and this package's there, nobody can notice. Else gradients are fp32 and clipped in
-place, and copies are refreshed at every step, as with any other optimizer. A callback with `only_watches = True` says that it
-edits no weights and needs no gradients as they usually are, and counts as one of ours.
+callbacks define, and how the precision plugin clips: with only Lightning's and this package's there, nobody can notice. Else
+gradients are fp32 and clipped in place, and copies are refreshed at every step, as with any other optimizer. A callback with
+`only_watches = True` says that it edits no weights and needs no gradients as they usually are, and counts as one of ours.
 
 What is not guarded: `.grad` after the step, as a hook like `on_train_batch_end` finds it, is bf16 and unclipped.
 """
