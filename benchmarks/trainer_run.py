@@ -24,6 +24,8 @@ RECIPES = {"fp8": "tensorwise", "fused": "fused", "rowwise": "rowwise", "rowwise
 class Metered(L.Callback):
     """Reads the meter at the points of the Trainer's step."""
 
+    only_watches = True  # the strategy keeps its gradients in bf16, see `surroundings`
+
     def __init__(self, meter: StepMeter) -> None:
         self.meter = meter
 
