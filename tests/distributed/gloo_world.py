@@ -1,4 +1,4 @@
-"""Worlds of gloo processes for tests: imports happen once in a fork server, so a world of three costs a second."""
+"""Worlds of gloo processes for tests, forked from the test process: what it has imported, they have."""
 
 import fcntl
 import multiprocessing as mp
@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-_CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_fms.distributed.strategy"])
+_CONTEXT = mp.get_context("fork")
 TIMEOUT_S = 200
 
 

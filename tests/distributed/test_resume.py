@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf",
 )
 SIZES = (1, 2, 3)
-STEPS, SAVED_AT = 6, 3
+STEPS, SAVED_AT = 4, 2
 
 
 class SaveAt(pl.Callback):
@@ -55,7 +55,7 @@ def save_runs(folder: Path) -> dict[str, Run]:
     return {"fp32": fp32, "plain": plain, "bf16": bf16, "file": file}
 
 
-def resume_runs(folder: Path, names: tuple[str, ...]) -> dict[str, Run]:
+def resume_runs(folder: Path, names: tuple[str, ...], compiled: bool = False) -> dict[str, Run]:
     """The rest of each run, set up differently (recomputation, compilation): names do not depend on it."""
     makes = {"fp32": Unused, "plain": Tiny, "bf16": Unused, "file": Tiny}
     return {
@@ -66,7 +66,7 @@ def resume_runs(folder: Path, names: tuple[str, ...]) -> dict[str, Run]:
             precision="bf16-mixed" if name == "bf16" else "32-true",
             strategy=FSDPCompileStrategy(
                 activation_checkpointing="full",
-                compile=name == "plain",
+                compile=compiled and name == "plain",
                 compile_options={"backend": "aot_eager"},
             ),
         )
@@ -77,11 +77,12 @@ def resume_runs(folder: Path, names: tuple[str, ...]) -> dict[str, Run]:
 def save_and_resume(base: Path) -> dict[str, Any]:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     saved = save_runs(base / str(size))
-    return {"saved": saved, "same": resume_runs(base / str(size), ("fp32", "bf16", "file"))}
+    return {"saved": saved, "same": resume_runs(base / str(size), ("fp32", "bf16"))}
 
 
 def resume_others(base: Path) -> dict[int, dict[str, Run]]:
-    return {size: resume_runs(base / str(size), ("plain", "file")) for size in SIZES}
+    few = int(os.environ.get("WORLD_SIZE", "1")) < 3  # compilation takes seconds, and more where ranks share a core
+    return {size: resume_runs(base / str(size), ("plain", "file"), compiled=few and size == 2) for size in SIZES}
 
 
 def all_runs(folder: Path) -> dict[str, Any]:

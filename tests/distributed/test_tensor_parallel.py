@@ -31,7 +31,9 @@ PLAN = {
     "layers.*.down": "rowwise",
     "head": "colwise_gather_output",
 }
-OPTIONS: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "val_check_interval": 4}
+OPTIONS: dict[str, Any] = {
+    "max_steps": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "val_check_interval": 4
+}  # fmt: skip
 # Processes, replicas among them, and what is run there; two tensor ranks each.
 MESHES = {
     "2 ranks": (2, 1, ("plain", "sequence", "tied", "transformers")),
@@ -65,6 +67,9 @@ class OwnLlama(Tiny):
     def loss(self, batch: Tensor) -> Tensor:
         return super().loss(batch[:, :5])  # 4 tokens
 
+    def configure_optimizers(self) -> Any:  # AdamW is in `plain`; DTensor works out each of its operations on each mesh
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
 
 class TiedLlama(OwnLlama):
     def __init__(self) -> None:
@@ -94,6 +99,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "kernels": (OwnLlama, "auto"),
     "recomputed and compiled": (OwnLlama, "auto"),
 }
+# What is evaluated would be compiled once more.
 COMPILED = {"activation_checkpointing": "full", "compile": True, "compile_options": {"backend": "aot_eager"}}
 
 
@@ -110,9 +116,16 @@ def run(make: Any, **options: Any) -> Run:
 
 def split_run(name: str, replicate: int) -> Run:
     make, plan = CASES[name]
-    options = COMPILED if name == "recomputed and compiled" else {}
+    compiled = name == "recomputed and compiled"
+    options = COMPILED if compiled else {}
     strategy = FSDPCompileStrategy(replicate=replicate, tensor=2, tensor_plan=plan, **options)
-    return run(make, strategy=strategy, callbacks=[TritonKernels()] if name == "kernels" else [], **OPTIONS)
+    return run(
+        make,
+        strategy=strategy,
+        callbacks=[TritonKernels()] if name == "kernels" else [],
+        **OPTIONS,
+        **({"limit_val_batches": 0} if compiled else {}),
+    )
 
 
 def split_runs(replicate: int, names: tuple[str, ...]) -> dict[str, Run]:

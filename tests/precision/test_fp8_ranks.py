@@ -1,7 +1,5 @@
 """FP8 on two processes: under DDP, and gathered in FP8 by FSDP2."""
 
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from filelock import FileLock
 from fp8_runs import STEPS, THIRD_PARTY_WARNINGS, Counting, causal_lm, plugin, trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -23,6 +20,7 @@ from lightning_fms.distributed.strategy import FSDPCompileStrategy
 from lightning_fms.precision import FP8Precision
 from lightning_fms.precision.float8 import convert, float8_config, precompute_scales
 from lightning_fms.precision.selection import decide
+from tests.worlds import run_world
 
 pytestmark = THIRD_PARTY_WARNINGS
 
@@ -165,12 +163,9 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-def _rank_main(rank: int, port: int, folder: str) -> None:
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
-    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
+def all_scenarios(folder: Path) -> None:
     dist.init_process_group("gloo")
-    torch.save({name: scenario(Path(folder)) for name, scenario in SCENARIOS.items()}, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    torch.save({name: scenario(folder) for name, scenario in SCENARIOS.items()}, folder / f"{dist.get_rank()}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -181,10 +176,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     folder.mkdir(exist_ok=True)
     with FileLock(folder / "lock"):
         if not (folder / "done").exists():
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            mp.spawn(_rank_main, (port, str(folder)), nprocs=WORLD)
+            run_world(all_scenarios, WORLD, folder)
             (folder / "done").touch()
     return folder
 
