@@ -10,8 +10,6 @@ one device there is nothing to gather, and the wrapper costs 5 % of a step. What
 - A hook on each bf16 Parameter adds its gradient to the master's `.grad` and frees it, so micro-batches accumulate
   in fp32 and no second set of gradients exists. Where the optimizer takes bf16 gradients (`narrow`), the first micro-batch's
   becomes the master's `.grad` as it is, and only a second one makes it fp32: the same numbers, as bf16 is exact in fp32.
-- Masters in `keep` stay in the module while it computes: an FP8 layer casts fp32 weights itself and needs no bf16 copy.
-  Their gradients arrive in bf16 all the same and are added up by the same rule.
 - The copies are refreshed before they are used if a master changed: by its version counter, or when told so by
   `invalidate`. An optimizer that writes copies itself says so by `fresh`.
 
@@ -27,7 +25,7 @@ one graph. Tied parameters stay tied: one master has one copy, wherever it appea
 gradient do not fire.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -40,22 +38,18 @@ class MasterWeights:
     Args:
         module: on its device, real memory. Parameters of other dtypes are left as they are.
         dtype: of the copies.
-        keep: masters that have no copy, because what computes with them reads fp32.
 
     Attributes:
         narrow: masters whose `.grad` may be in `dtype` after one micro-batch; the strategy chooses, see `narrow_gradients`.
     """
 
-    def __init__(
-        self, module: nn.Module, dtype: torch.dtype = torch.bfloat16, keep: Collection[nn.Parameter] = ()
-    ) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
         self.narrow: set[Tensor] = set()
-        kept = set(keep)
         copies: dict[nn.Parameter, nn.Parameter] = {}
         self._slots: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         for owner in module.modules():
             for name, master in owner._parameters.items():
-                if master is not None and master.dtype == torch.float32 and master not in kept:
+                if master is not None and master.dtype == torch.float32:
                     if master not in copies:
                         copies[master] = self._compute_copy(master, dtype)
                     self._slots.append((owner, name, master, copies[master]))
@@ -63,16 +57,9 @@ class MasterWeights:
         self._versions = [-1] * len(self._masters)
         self._index: dict[Tensor, int] = {master: i for i, master in enumerate(self._masters)}
         self._depth = 0
-        self._kept = [master for master in kept if master.dtype == torch.float32]
-        self._undo: list[Callable[[], None]] = [undo for master in self._kept for undo in self._collect(master)]
 
     def __len__(self) -> int:
         return len(self._masters)
-
-    @property
-    def kept(self) -> int:
-        """Number of masters without a copy."""
-        return len(self._kept)
 
     @property
     def copies(self) -> dict[Tensor, Tensor]:
@@ -131,16 +118,13 @@ class MasterWeights:
     def narrow_gradients(self, masters: Collection[Tensor]) -> None:
         """Leave the gradients of these in the copies' dtype until a second micro-batch; of all others they are fp32."""
         chosen = set(masters)
-        self.narrow = {m for m in (*self._masters, *self._kept) if m in chosen}
+        self.narrow = {m for m in self._masters if m in chosen}
         for master in self.narrow:
             _allow_any_gradient(master)
 
     def release(self) -> None:
         """Give masters back as they were, without our hooks. Gradients in another dtype are dropped: they have been used."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-        for master in (*self._masters, *self._kept):
+        for master in self._masters:
             if master.grad is not None and master.grad.dtype != master.dtype:
                 master.grad = None
             if master.grad_dtype is None:
@@ -165,25 +149,6 @@ class MasterWeights:
 
         copy.register_post_accumulate_grad_hook(accumulate)
         return copy
-
-    def _collect(self, master: nn.Parameter) -> list[Callable[[], None]]:
-        """Let a kept master's gradient arrive as it is, and add it up here instead of in autograd, which would in bf16."""
-        before: list[Tensor | None] = [None]
-
-        def put_aside(_: Tensor) -> None:
-            before[0], master.grad = master.grad, None
-
-        def accumulate(_: Tensor) -> None:
-            total, before[0] = before[0], None
-            if master.grad is not None:
-                master.grad = self._sum(master, total, master.grad)
-
-        _allow_any_gradient(master)
-        trainable = master.requires_grad
-        master.requires_grad_(True)  # hooks are refused on others, and these may be unfrozen later
-        hooks = [master.register_hook(put_aside), master.register_post_accumulate_grad_hook(accumulate)]
-        master.requires_grad_(trainable)
-        return [hook.remove for hook in hooks]
 
     def _sum(self, master: nn.Parameter, total: Tensor | None, gradient: Tensor) -> Tensor:
         """`total` with `gradient` added in fp32; both may be bf16."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_fms.triton_backend import tl, triton, use_triton
 
-CHUNK, TILE, WARPS = 32768, 2048, 8  # elements of a program, elements at once, warps
+CHUNK, TILE, WARPS = 32768, 2048, 16  # elements of a program, elements at once, warps
 BF16_BYTES = 8  # of an access: 4 elements a thread, as of fp32, so that no value has to change threads between them
 
 

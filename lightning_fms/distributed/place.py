@@ -6,7 +6,7 @@
 On one device nothing is wrapped; bf16 then means `master.MasterWeights`, with the numerics that FSDP2 has on many.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -99,7 +99,6 @@ def place(
     seed: int,
     fsdp_policy: MixedPrecisionPolicy,
     masters: bool,
-    keep: Callable[[nn.Module], Collection[nn.Parameter]] = lambda _: (),
 ) -> Placed:
     """Recompute, compile and shard a module in place.
 
@@ -111,7 +110,6 @@ def place(
         seed: of weights that are made from `meta`.
         fsdp_policy: precision of gathered parameters and reduced gradients.
         masters: on one device, compute with bf16 copies of fp32 parameters.
-        keep: asked for those that need no copy, when the module is on its device.
 
     Raises:
         ValueError: unknown block classes, `meta` tensors without `reset_parameters`, or a tensor plan that does not fit.
@@ -146,9 +144,8 @@ def place(
         if settings.prefetch > 1:
             report.notes.append(f"prefetch={settings.prefetch} has nothing to gather on one device")
         if masters:
-            placed.masters = MasterWeights(module, keep=keep(module))
+            placed.masters = MasterWeights(module)
             report.precision = f": {len(placed.masters)} fp32 masters with bf16 copies"
-            report.precision += f", {placed.masters.kept} without" if placed.masters.kept else ""
     if settings.activation_checkpointing == "budget":  # last: it has to be undone, also where something above raises
         placed.restore_budget = activation.set_budget(settings.activation_budget)
         report.notes.append(f"activations: the compiler keeps {settings.activation_budget:.0%} of each block's")

@@ -211,8 +211,7 @@ class FSDPCompileStrategy(SavingStrategy):
         self._repeated_checked = self._tensor == 1
         plugin, mesh = self.precision_plugin, self.device_mesh if self._wraps else None
         rule, masters = policy.fsdp_policy(plugin), policy.computes_in_bf16(plugin)
-        keep = getattr(plugin, "reads_masters", lambda _: ())  # e.g. FP8 layers, which cast fp32 weights themselves
-        self._placed = place(module, self._settings, mesh, self.root_device, self._seed, rule, masters, keep)
+        self._placed = place(module, self._settings, mesh, self.root_device, self._seed, rule, masters)
         self._root = RootInStep(module)
         self.report = self._placed.report
         self.report.mesh, self.report.precision = str(self.mesh_shape), f"{plugin.precision}{self.report.precision}"

@@ -10,7 +10,7 @@ gradients are fp32 and clipped in place, and copies are refreshed at every step,
 What is not guarded: `.grad` after the step, as a hook like `on_train_batch_end` finds it, is bf16 and unclipped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -84,12 +84,9 @@ def _choose_gradients(optimizers: Sequence[Any], masters: MasterWeights | None, 
 
 
 def keeps_copies_fresh(optimizer: Optimizer) -> bool:
-    """Whether a step leaves nothing to refresh: it wrote the copies, and nobody else's hook edits weights behind it.
-
-    The strategy has one hook on each optimizer.
-    """
-    hooks = len(optimizer._optimizer_step_post_hooks) + len(_global_optimizer_post_hooks)
-    return one_pass_optimizer.one_pass(optimizer) is not None and hooks == 1
+    """Whether a step leaves nothing to refresh: it wrote the copies, and nobody else's hook edits weights behind it."""
+    hooks = (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
+    return one_pass_optimizer.one_pass(optimizer) is not None and _all_ours(hooks)
 
 
 def shows_gradients(trainer: Trainer, module: LightningModule) -> bool:
@@ -108,5 +105,9 @@ def _foreign_hooks(trainer: Trainer, others: Sequence[Any], names: Sequence[str]
     """Whether a hook of a callback or of the others is defined outside of Lightning and this package; not where it only watches."""
     callbacks = (callback for callback in vars(trainer)["callbacks"] if not getattr(callback, "only_watches", False))
     hooks = (getattr(owner, name, None) for owner in (*others, *callbacks) for name in names)
-    homes = {str(getattr(hook, "__module__", "")).partition(".")[0] for hook in hooks if hook is not None}
-    return not homes <= {"lightning", "lightning_fms"}
+    return not _all_ours(hook for hook in hooks if hook is not None)
+
+
+def _all_ours(hooks: Iterable[Any]) -> bool:
+    """Whether all are defined in Lightning or in this package."""
+    return {str(getattr(hook, "__module__", "")).partition(".")[0] for hook in hooks} <= {"lightning", "lightning_fms"}

@@ -22,7 +22,7 @@ from torch import nn
 from lightning_fms.precision.float8 import drop_scales, precompute_scales
 from lightning_fms.precision.fused import FusedWeights
 from lightning_fms.precision.recipes import FUSED, Recipe, restore
-from lightning_fms.precision.selection import Decision, computes_in_fp8, decide, summary, table
+from lightning_fms.precision.selection import Decision, decide, summary, table
 from lightning_fms.precision.support import check_device, self_test
 
 
@@ -99,10 +99,6 @@ class FP8Precision(Precision):
         """
         drop_scales(module)
         self.weights_changed()
-
-    def reads_masters(self, module: nn.Module) -> set[nn.Parameter]:
-        """Weights that are rounded to FP8 from full precision: a strategy that holds them whole makes no bf16 copies of them."""
-        return {layer.weight for layer in module.modules() if computes_in_fp8(layer)}  # type: ignore[misc]
 
     def weights_changed(self) -> None:
         """Forget what was made of the weights: they changed in a way that moves no version counter."""

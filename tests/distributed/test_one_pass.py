@@ -21,6 +21,7 @@ from lightning_fms.distributed import FSDPCompileStrategy, one_pass_optimizer
 from lightning_fms.distributed.clip import clip_grad_norm
 from lightning_fms.distributed.master import MasterWeights
 from lightning_fms.distributed.one_pass_optimizer import convert, hindrance, one_pass, restore
+from lightning_fms.kernels import TritonKernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*treespec.*")
 
@@ -120,36 +121,16 @@ def test_what_the_kernel_cannot_do_is_done_by_torch() -> None:
 # ---- gradients of masters
 
 
-class Bf16Gradient(torch.autograd.Function):
-    """As an FP8 layer: reads an fp32 weight, computes in bf16, and returns a bf16 gradient of the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.bfloat16().t()
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return upstream[0] @ weight.bfloat16(), upstream[0].t() @ x
-
-
-class ReadsMaster(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return Bf16Gradient.apply(input, self.weight) + self.bias
-
-
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 def test_gradients_are_those_of_fp32_accumulation_bit_for_bit(micro_batches: int) -> None:
-    def gradients(narrow: bool, keep: bool) -> dict[str, Tensor]:
+    def gradients(narrow: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), ReadsMaster(8, 8), nn.LayerNorm(8))
-        masters = MasterWeights(model, keep=[model[1].weight] if keep else [])
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        masters = MasterWeights(model)
         if narrow:
             masters.narrow_gradients(set(model.parameters()))
         for _ in range(micro_batches):
             with masters.active():
-                assert (model[1].weight.dtype == torch.float32) is keep
                 model(torch.randn(5, 8).bfloat16()).float().square().sum().backward()
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         expected = torch.bfloat16 if narrow and micro_batches == 1 else torch.float32
@@ -159,23 +140,7 @@ def test_gradients_are_those_of_fp32_accumulation_bit_for_bit(micro_batches: int
         assert all(p.grad_dtype == torch.float32 for p in model.parameters())
         return {name: g.float() for name, g in found.items()}
 
-    expected = gradients(narrow=False, keep=False)
-    for narrow, keep in ((True, False), (False, True), (True, True)):
-        torch.testing.assert_close(gradients(narrow, keep), expected, rtol=0, atol=0)
-
-
-def test_zero_grad_between_micro_batches_drops_what_a_kept_master_had() -> None:
-    model = ReadsMaster(8, 8)
-    masters = MasterWeights(model, keep=[model.weight])
-    x = torch.randn(5, 8).bfloat16()
-    with masters.active():
-        model(x).float().sum().backward()
-        model.zero_grad()
-        assert model.weight.grad is None
-        model(x).float().sum().backward()
-    once = model.weight.grad
-    assert once is not None
-    torch.testing.assert_close(once, x.float().sum(0).bfloat16().float().expand(8, 8), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(gradients(narrow=True), gradients(narrow=False), rtol=0, atol=0)
 
 
 # ---- runs
@@ -332,7 +297,7 @@ def test_copies_behind_a_step_need_no_refresh(monkeypatch: pytest.MonkeyPatch) -
             assert torch.equal(made, master.bfloat16())
 
     monkeypatch.setattr(MasterWeights, "refresh", spy)
-    weights_after(Tiny, True)
+    weights_after(Tiny, True, callbacks=[TritonKernels(backend="reference")])  # which has a hook on the optimizer's step
     assert refreshed[0] > 0
     assert sum(refreshed[1:]) == 0
 
