@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-VERSION = 4
+VERSION = 5
 
 PER_SOURCE = ("epoch", "position", "tokens", "since", "window")
 COUNTERS = ("padding", "split", "cut", "skipped")

@@ -3,9 +3,9 @@
 In every epoch a keyed permutation puts the fragments of a source in line; the line is cut into S segments of equal bytes,
 inside a fragment where needed, and another permutation says which stream gets which segment. Within its segment a stream
 walks through windows (fixed byte ranges of a fragment) and reads the documents of a window in a permuted order, in groups
-of `shuffle_window`. Small files are less than a window, and one after the other they would not mix: up to 16 neighbours are
-read in turn, a document of each, as if they were one window. Each document starts in exactly one window of one segment, so
-exactly one stream reads it, once.
+of `shuffle_window`. Small files are less than a window, and one after the other they would not mix: up to 16 neighbours, of
+16 MiB together, are read in turn, a document of each, as if they were one window. Each document starts in exactly one
+window of one segment, so exactly one stream reads it, once.
 
 Position and document are functions of each other. A position is one int64, `window << 32 | index in the window`; where K
 files take turns, the index is `K * (place in the file's order) + file`, so that a file that cannot be read is a hole which
@@ -27,6 +27,9 @@ WINDOW_BYTES = 4 << 20
 
 IN_TURN = 16
 """Small files read in turn, at most: with dozens of streams, a thousand files mix."""
+
+TURN_BYTES = 16 << 20
+"""Bytes of small files read in turn, at most: their offsets are held, 12 bytes a document."""
 
 _LINES = 3  # epochs whose line of fragments is kept: the streams of a source are rarely further apart
 _INDEX_BITS = 32
@@ -121,10 +124,10 @@ class Segment:
         self._shuffle_window, self._key = shuffle_window, key
         ranges = -(-stops // WINDOW_BYTES) - starts // WINDOW_BYTES
         self._small = ranges == 1
-        # A window is a range of a large piece, or as many small pieces in a row as have the bytes of one, and IN_TURN at most.
+        # A window is a range of a large piece, or as many small pieces in a row as TURN_BYTES and IN_TURN allow.
         before = np.cumsum(self._small) - 1
         size = np.where(self._small, stops - starts, 0)
-        cut = np.stack((before // IN_TURN, (np.cumsum(size) - size) // WINDOW_BYTES, self._small))
+        cut = np.stack((before // IN_TURN, (np.cumsum(size) - size) // TURN_BYTES, self._small))
         begins = np.ones(len(files), dtype=bool)
         begins[1:] = (cut[:, 1:] != cut[:, :-1]).any(axis=0)
         self._first_window = np.concatenate(([0], np.cumsum(np.where(self._small, begins, ranges))))
@@ -151,14 +154,15 @@ class Segment:
                 part = self._part(which)
                 if isinstance(part, DocumentError):
                     turns = max(self._longest(), 1)
-                    # A position behind all turns says that files have become unreadable since: nothing of them is left.
-                    alone = len(self._parts) == 1 or entered > len(self._parts) * turns
+                    # A position behind all turns says that files have become unreadable since: nothing of them is left. At
+                    # the very end of them it may have been so before: then it is told of again, and not counted again.
+                    beyond = entered - len(self._parts) * turns
+                    alone = len(self._parts) == 1 or beyond >= 0
                     if alone or turn < turns:
                         piece, start, stop = self._ranges[which]
                         behind = (window + 1) << _INDEX_BITS if alone else window << _INDEX_BITS | index + 1
-                        raise Unsearchable(
-                            part, (int(self._files[piece]), start, stop), behind, alone, counts=alone or turn == 0
-                        )
+                        counts = turn == 0 or (alone and beyond != 0)
+                        raise Unsearchable(part, (int(self._files[piece]), start, stop), behind, alone, counts)
                 elif turn < len(part.order):
                     document = part.order[turn]
                     start, ref = part.base + int(part.starts[document]), int(part.refs[document])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_fms.data import StreamLoader
+from lightning_fms.data.report import describe, streams_to_mix
 from lightning_fms.data.segments import SourceOrder
 from tests.data.corpora import Corpus
 from tests.data.synthetic import Synthetic
@@ -42,6 +43,36 @@ def test_d8_files_mix_from_the_first_batch_of_an_epoch_to_the_last() -> None:
             ideal = np.mean([entropy(rng.integers(0, 1024, STREAMS * batches)) for _ in range(10)])
             starts = range(0, files.shape[1] - batches + 1, batches)
             assert min(entropy(files[:, start : start + batches]) for start in starts) >= 0.9 * ideal
+
+
+def test_d8_small_files_of_1_mb_mix_with_as_many_streams_as_rows() -> None:
+    """256 files, 16 streams: what the default makes of a global batch of 16 rows."""
+    source = Synthetic(256, 64, np.ones(1), spacing=1 << 14)
+    files = files_of(SourceOrder(source, "a", 0, 16), 0)
+    rng = np.random.default_rng(0)
+    ideal = np.mean([entropy(rng.integers(0, 256, 16 * 16)) for _ in range(10)])
+    assert min(entropy(files[:, start : start + 16]) for start in range(0, 1024, 16)) >= 0.9 * ideal
+    assert streams_to_mix(source.listing, 16, 16) == 16
+
+
+def test_d8_a_run_says_how_many_streams_mix_its_large_files() -> None:
+    source = Synthetic(256, 64, np.ones(1), spacing=1 << 17)  # of 8 MB: a stream reads one at a time
+    wanted = streams_to_mix(source.listing, 16, 16)
+    assert 16 < wanted <= 128
+    rng = np.random.default_rng(0)
+    ideal = np.mean([entropy(rng.integers(0, 256, 16 * 16)) for _ in range(10)])
+    for streams, enough in ((16, False), (wanted, True)):
+        files = files_of(SourceOrder(source, "a", 0, streams), 0)[:, : 16 * 16 // streams]
+        assert (entropy(files) >= 0.9 * ideal) == enough
+        hints = describe(StreamLoader({"a": source}, 8, 16, num_streams=streams))[2:]
+        assert hints == ([] if enough else [_hint(streams, wanted)])
+
+
+def _hint(streams: int, wanted: int) -> str:
+    return (
+        f"    {streams} streams read few of the 256 files at a time; if each is of one subject, "
+        f"start with num_streams={wanted}"
+    )
 
 
 def test_d8_files_of_unequal_lengths_mix_too() -> None:
