@@ -25,6 +25,7 @@ from lightning_fms.config_check import ConfigError
 from lightning_fms.distributed.checkpoint import is_committed, latest_committed
 from lightning_fms.distributed.commit import CheckpointError, committed, sync_folder, write_synced
 from lightning_fms.launch.result import RESULT
+from lightning_fms.local_paths import refuse_remote
 
 RECORD = "run.yaml"
 CHECKPOINTS = "checkpoints"
@@ -195,8 +196,9 @@ def locate(path: Path) -> Path:
     """The checkpoint that a user means by a path: itself, or the newest one of a run's folder.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or the path is the address of an object store.
     """
+    refuse_remote(path)
     if is_run(path):
         checkpoint = newest_checkpoint(path)
         if checkpoint is None:

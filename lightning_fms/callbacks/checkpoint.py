@@ -23,6 +23,7 @@ from lightning_fms.callbacks.agreement import agreement_of, end_agreement, forge
 from lightning_fms.callbacks.cadence import StepClock
 from lightning_fms.callbacks.retention import Retention, Saved
 from lightning_fms.callbacks.save_schedule import SaveSchedule
+from lightning_fms.local_paths import refuse_remote
 
 SCORES = "scores.json"
 _SAVING = "saving"
@@ -68,6 +69,8 @@ class StepCheckpoint(Checkpoint):
         asynchronous: bool = False,
     ) -> None:
         super().__init__()
+        if dirpath is not None:
+            refuse_remote(dirpath)
         self.dirpath, self.monitor = Path(dirpath) if dirpath is not None else None, monitor
         self.schedule = SaveSchedule(every_n_steps, mean_hours_to_failure)
         self.retention = Retention(keep, keep_every_hours, keep_best if monitor is not None else 0, mode)

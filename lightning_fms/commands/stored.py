@@ -4,6 +4,7 @@ from pathlib import Path
 
 from lightning_fms.distributed import checkpoint, commit
 from lightning_fms.distributed.commit import CheckpointError
+from lightning_fms.local_paths import refuse_remote
 
 
 def found_in(path: Path) -> list[Path]:
@@ -12,8 +13,9 @@ def found_in(path: Path) -> list[Path]:
     What never became complete is among them; what was on its way out is not.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or the path is the address of an object store.
     """
+    refuse_remote(path)
     if not path.exists():
         raise ValueError(f"{path}: does not exist")
     if path.is_file() or (path / commit.COMMIT).exists() or (path / commit.MANIFEST).exists():

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from lightning_fms.local_paths import refuse_remote
+
 FORMAT_VERSION = 1
 COMMIT, MANIFEST = "COMMIT", "manifest.json"
 _SEALED = {COMMIT, MANIFEST}
@@ -105,9 +107,8 @@ def remove(path: Path) -> None:
 
 
 def check_target(path: Path) -> None:
-    """Refuse to overwrite a folder that is no checkpoint (ValueError)."""
-    if "://" in str(path) or str(path).startswith(("s3:/", "gs:/")):
-        raise ValueError(f"checkpoint path {path}: only folders on a (shared) file system are supported")
+    """Refuse to overwrite a folder that is no checkpoint, and addresses (ValueError)."""
+    refuse_remote(path)
     if path.is_dir() and not path.is_symlink() and any(path.iterdir()):
         known = (COMMIT, MANIFEST, ".metadata")
         if not any((path / name).exists() for name in known):
@@ -180,6 +181,7 @@ def committed(folder: Path) -> list[Path]:
 
 def resolve(path: Path) -> Path:
     """`path`, or where a crash in the middle of an overwrite left its newest whole version."""
+    refuse_remote(path)
     if path.exists():
         return path
     sealed = [p for p in committed(path.parent) if _is_version_of(path.name, p.name)]

@@ -8,11 +8,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from gloo_world import once, run_world
-from tiny import ROWS, Block, D, Recorder, Rows, Run, Tiny, V, trainer
+from tiny import ROWS, Block, D, Recorder, Rows, Run, Tiny, V, trainer, whole_weights
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightning_fms.callbacks import InitialWeights
 from lightning_fms.distributed import FSDPCompileStrategy
 from lightning_fms.distributed.tensor_parallel import Split
 from lightning_fms.distributed.tensor_plan import find_plan
@@ -161,13 +162,52 @@ def test_losses_and_gradients_equal_stock_lightning_on_any_mesh(stock, mesh: str
         assert_same_run(result, stock[name if name in stock else "sequence"], tolerance=2e-6)
 
 
-def test_a_checkpoint_of_split_matrices_goes_on_with_less_of_them_or_none(tmp_path: Path) -> None:
+def test_a_checkpoint_of_split_matrices_goes_on_with_as_many_of_them_less_or_none(tmp_path: Path) -> None:
     whole = run(Tiny, strategy="auto", max_steps=4)
     run_world(4, save_runs, tmp_path / "four", tmp_path)
-    for form in ("sharded", "consolidated"):
-        for rest in (run_world(2, resumed, tmp_path / form[:2], tmp_path / form, 2)[0], resumed(tmp_path / form, 1)):
+    for form, size in (("sharded", 2), ("consolidated", 4)):
+        many = run_world(size, resumed, tmp_path / form[:2], tmp_path / form, 2)[0]
+        for rest in (many, resumed(tmp_path / form, 1)):
             torch.testing.assert_close(rest.losses, whole.losses[2:], rtol=2e-6, atol=2e-6)
             torch.testing.assert_close(rest.weights, whole.weights, rtol=2e-4, atol=2e-4)
+
+
+class OnlyLlama(OwnLlama):
+    """Holds nothing else, as what `transformers` saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = None
+
+
+def begun(weights: Path) -> dict[str, Tensor]:
+    """The weights before the first step, of a run that begins with those of a folder."""
+    first: dict[str, Tensor] = {}
+
+    class Start(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            first.update(whole_weights(module))
+
+    strategy = FSDPCompileStrategy(tensor=2)
+    run(OnlyLlama, strategy=strategy, max_steps=1, callbacks=[InitialWeights(str(weights)), Start()])
+    return first
+
+
+def test_safetensors_of_transformers_come_into_shards_of_split_matrices(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    shape = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=V, num_key_value_heads=2, **shape))
+    theirs.save_pretrained(tmp_path / "theirs")
+    names = {
+        "net.embedding.weight": "model.embed_tokens.weight",
+        "net.layers.1.attention.q_proj.weight": "model.layers.1.self_attn.q_proj.weight",
+        "net.layers.1.ffn.down_proj.weight": "model.layers.1.mlp.down_proj.weight",
+        "net.norm.weight": "model.norm.weight",
+        "net.head.weight": "lm_head.weight",
+    }
+    for start in run_world(4, begun, tmp_path / "world", tmp_path / "theirs"):
+        for ours, name in names.items():
+            assert torch.equal(start[ours].float(), theirs.state_dict()[name]), ours
 
 
 def fit_fp8() -> str:
