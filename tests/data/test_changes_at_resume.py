@@ -89,7 +89,7 @@ def finish(ledger: Ledger) -> None:
     raise AssertionError("an epoch does not end")
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, phases=[Stage.generate])
+@settings(max_examples=12, deadline=None, derandomize=True, phases=[Stage.generate])
 @given(data=st.data())
 def test_d6_settings_change_together_at_every_resume(corpus: dict[str, Corpus], bpe: str, data: st.DataObject) -> None:
     ledger, wanted, choices = Ledger(corpus), dict(START), values(bpe)
