@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_fms.distributed import policy, rng, shard
+from lightning_fms.distributed.averaging import refuse_averages_of_shards
 from lightning_fms.distributed.launcher import InProcessLauncher, ProcessLauncher
 from lightning_fms.distributed.manual import RootInStep
 from lightning_fms.distributed.master import MasterWeights
@@ -206,6 +207,8 @@ class FSDPCompileStrategy(SavingStrategy):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, "transform_module"):
                 callback.transform_module(module)
+        if self._wraps and trainer.state.fn == TrainerFn.FITTING:
+            refuse_averages_of_shards(trainer.callbacks)  # type: ignore[attr-defined]
         self.model = module = self.precision_plugin.convert_module(module)
         self._seed = self._agree_on_seed()
         self._repeated_checked = self._tensor == 1
