@@ -219,7 +219,9 @@ def draw(ratios: dict[tuple[str, int], float], path: Path) -> None:
         axis.bar_label(bars, [f"{height:.2g}" for height in heights], fontsize=8)
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set(yscale="log", ylabel="tokens a second, of litdata's\nwith as many workers")
-    axis.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names], fontsize=8)
+    axis.set_xticks(
+        range(len(names)), [name.replace(", ", ",\n").replace(" on ", "\non ") for name in names], fontsize=8
+    )
     axis.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -243,7 +245,7 @@ def main() -> None:
         if arguments.plot:
             draw(ratios, arguments.plot)
     if "text" in arguments.only:
-        compare_text(arguments.folder, arguments.seconds, arguments.rounds)
+        compare_text(arguments.folder, 5 * arguments.seconds, arguments.rounds)  # messages of text are seconds apart
     print(f"load average of the last minute: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
 
 
