@@ -216,5 +216,8 @@ def mark_changed(module: nn.Module, parameters: Collection[torch.Tensor] | None 
 
 def _fsdp_parameters(module: nn.Module, chosen: Collection[torch.Tensor] | None) -> Iterator[Any]:
     for group in fsdp_modules(module):
-        for held in group._get_fsdp_state()._fsdp_param_groups:
-            yield from (p for p in held.fsdp_params if chosen is None or p.sharded_param in chosen)
+        state: Any = group._get_fsdp_state()
+        several = hasattr(state, "_fsdp_param_groups")  # not in torch 2.11
+        for held in state._fsdp_param_groups if several else [state._fsdp_param_group]:
+            if held is not None:
+                yield from (p for p in held.fsdp_params if chosen is None or p.sharded_param in chosen)
