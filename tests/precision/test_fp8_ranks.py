@@ -150,6 +150,10 @@ def ours_fp8(folder: Path) -> dict[str, Any]:
     return ours(plugin(), WORLD)
 
 
+def ours_fused(folder: Path) -> dict[str, Any]:
+    return ours(plugin("fused"), WORLD, folder / "fused", compile=True)
+
+
 def ours_gathered(folder: Path) -> dict[str, Any]:
     return ours(plugin(all_gather=True), WORLD, folder / "gathered", compile=True)
 
@@ -159,7 +163,7 @@ def ours_gathered_meta(folder: Path) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    f.__name__: f for f in (fp8_all_gather, uneven_rows, ddp, ours_fp8, ours_gathered, ours_gathered_meta)
+    f.__name__: f for f in (fp8_all_gather, uneven_rows, ddp, ours_fp8, ours_fused, ours_gathered, ours_gathered_meta)
 }
 
 
@@ -245,8 +249,18 @@ def test_suite_strategy_trains_alike_on_one_and_two_ranks(results: list[dict[str
             assert found[name]["dtypes"] == {torch.bfloat16}
 
 
-def test_suite_strategy_fp8_follows_bf16() -> None:
-    fp8, bf16 = ours(plugin(), 1), ours(None, 1)
+def test_fused_layers_on_two_ranks_round_what_was_gathered_as_one_device_rounds_its_copies(
+    results: list[dict[str, Any]],
+) -> None:
+    alone = ours(plugin("fused"), 1)
+    pairs = zip(*(found["ours_fused"]["losses"] for found in results), strict=True)
+    assert [sum(pair) / WORLD for pair in pairs] == pytest.approx(alone["losses"], abs=0.03)
+    assert results[0]["ours_fused"]["float8_layers"] == alone["float8_layers"] == 14
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "fused"])
+def test_suite_strategy_fp8_follows_bf16(recipe: str) -> None:
+    fp8, bf16 = ours(plugin(recipe), 1), ours(None, 1)
     differences = [abs(a - b) for a, b in zip(fp8["losses"], bf16["losses"], strict=True)]
     assert 0 < max(differences) < 0.1
 
@@ -258,11 +272,14 @@ def test_module_on_meta_is_converted_sharded_and_filled(results: list[dict[str, 
         assert losses[-1] < losses[0] - 1
 
 
-def test_checkpoint_of_a_run_gathered_in_fp8_loads_into_bf16(results: list[dict[str, Any]], launch: Path) -> None:
+@pytest.mark.parametrize("kind", ["gathered", "fused"])
+def test_checkpoint_of_a_run_in_fp8_on_two_ranks_loads_into_bf16(
+    results: list[dict[str, Any]], launch: Path, kind: str
+) -> None:
     run, _ = trainer(fp8=None, strategy=FSDPCompileStrategy(), max_epochs=1)
     module = causal_lm()
-    run.fit(module, rows(1), ckpt_path=launch / "gathered")
+    run.fit(module, rows(1), ckpt_path=launch / kind)
     assert run.global_step == STEPS
-    saved = results[0]["ours_gathered"]["weights"]
+    saved = results[0][f"ours_{kind}"]["weights"]
     assert list(saved) == list(module.state_dict())
     assert all(torch.equal(saved[name], value) for name, value in module.state_dict().items())
