@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_fms.data.packing import Packing, TokenPacking
 from lightning_fms.data.slots import Slots
@@ -141,6 +142,14 @@ class RankRows(IterableDataset):
         return self.chunks(*(info.id, info.num_workers) if info else (0, 1))
 
 
+def _forget_inherited_iterators(_: int) -> None:
+    """A forked worker holds copies of other loaders' iterators, which print errors where they are collected.
+
+    'can only test a child process', as in https://github.com/optuna/optuna/issues/5024.
+    """
+    _MultiProcessingDataLoaderIter.__del__ = lambda self: None  # type: ignore[method-assign]
+
+
 def steps(
     recipe: Recipe, slots: Slots, first_row: int, states: np.ndarray, workers: int, context: str | None
 ) -> Iterator[Step]:
@@ -165,7 +174,7 @@ def steps(
         # A generator of its own: the loader's seed must not come out of the run's random numbers.
         loader = DataLoader(
             source, batch_size=None, num_workers=workers, multiprocessing_context=context, generator=torch.Generator(),
-            prefetch_factor=Ring.prefetched, collate_fn=_as_it_is,
+            prefetch_factor=Ring.prefetched, collate_fn=_as_it_is, worker_init_fn=_forget_inherited_iterators,
         )  # fmt: skip
         messages = iter(loader)
     workers = max(workers, 1)

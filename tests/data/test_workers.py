@@ -1,5 +1,9 @@
 """Rows that come from worker processes are those made in this one, whatever way they travel."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -76,3 +80,22 @@ def test_blocks_of_rows_that_are_not_full_are_refused(loader):
     other = StreamLoader(**loader_options(loader.listings["p"].root), packing="best_fit")
     with pytest.raises(ValueError, match="packing='best_fit'"):
         other.blocks()
+
+
+def test_workers_are_silent_about_loaders_from_before(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 400)
+    script = f"""
+import gc
+from lightning_fms.data import StreamLoader
+kept = []
+for _ in range(3):
+    batches = iter(StreamLoader({{"a": {str(tmp_path / "a.txt")!r}}}, 32, 4, tokenizer="bytes", num_workers=1))
+    next(batches)
+    kept.append(batches)
+kept[0] = kept[1] = None
+gc.collect()
+next(kept[2])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "Exception ignored" not in done.stderr
