@@ -25,6 +25,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_fms.callbacks import InitialWeights
+from lightning_fms.command_line import program
 from lightning_fms.config_check import MISSING, ConfigError, check_targets
 from lightning_fms.launch.process_group import JOB, RESTART, RUN_FILE
 from lightning_fms.launch.result import Result, objective_in, write_result
@@ -331,7 +332,7 @@ def closing_lines(trainer: L.Trainer, cfg: DictConfig, folder: Path, seconds: fl
         "Next:",
         f"  tensorboard --logdir {folder if is_given(cfg, folder) else cfg.paths.root}",
         f"  {longer_command(trainer, cfg, folder)}",
-        f"  fms-train -m {chosen}{root}optimizer.lr=1e-3,3e-3    # a sweep",
+        f"  {program()} -m {chosen}{root}optimizer.lr=1e-3,3e-3    # a sweep",
     ]
 
 

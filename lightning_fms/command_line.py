@@ -3,8 +3,10 @@
 Loads neither Torch nor Lightning, since every start of every command comes through here.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from hydra import compose, initialize_config_module
 from hydra._internal.utils import get_args_parser
@@ -15,6 +17,16 @@ from lightning_fms.launch.jobs import Record, newest_sweep, read_record
 from lightning_fms.launch.words import flags_in, key_of, override_of, overrides_in, value_in
 
 _MULTIRUN = {"-m", "--multirun"}
+
+
+def program() -> str:
+    """What the user types to start this program: `fms-train`, or the app of a project of their own."""
+    if not sys.argv[0].endswith(".py"):
+        return "fms-train"
+    spec = sys.modules["__main__"].__spec__
+    if spec is None:
+        return f"python {quote(sys.argv[0])}"
+    return "fms-train" if spec.name.startswith("lightning_fms.") else f"python -m {spec.name}"
 
 
 def paths_of(words: Sequence[str]) -> DictConfig:

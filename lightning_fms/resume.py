@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_fms.command_line import paths_of
+from lightning_fms.command_line import paths_of, program
 from lightning_fms.config_check import ConfigError
 from lightning_fms.launch.words import flags_in, key_of, override_of, overrides_in, value_in
 from lightning_fms.ranks import agree
@@ -89,7 +89,7 @@ def _find_in(run: Path) -> dict[str, str | None]:
 def resume_command(cfg: DictConfig, folder: Path, named: bool = False) -> str:
     """What goes on with a run; `named` where it would not be found by itself."""
     place = quote(override_of("paths.run", folder)) if named or is_given(cfg, folder) else root_of(cfg)
-    return f"fms-train resume=auto {place}".rstrip()
+    return f"{program()} resume=auto {place}".rstrip()
 
 
 def longer_command(trainer: L.Trainer, cfg: DictConfig, folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,13 @@ def run(*command: str, cwd: Path, timeout: int = 280) -> str:
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
     return finished.stdout
+
+
+def run_here(example: Path, *words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same in this process, which has everything imported already."""
+    monkeypatch.setattr(sys, "argv", [str(example), *words])
+    monkeypatch.syspath_prepend(str(example.parent))
+    runpy.run_path(str(example), run_name="__main__")
 
 
 def test_minimal_is_short_and_learns(tmp_path):
@@ -62,3 +70,35 @@ def test_image_folder_learns_both_classes_from_equal_shares(tmp_path):
     assert "shares of the rows {'one': '50%', 'seven': '50%'}" in output
     assert float(output.split("accuracy ")[-1]) > 0.95
     assert len(list(tmp_path.rglob("*.png"))) == 225
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_transformers_model_learns_in_a_plain_module(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run_here(ROOT / "examples" / "huggingface.py", monkeypatch=monkeypatch)
+    out = capsys.readouterr().out
+    assert float(out.split("loss ")[-1]) < 4.5  # from 5.55 = ln 257
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_images_from_an_own_dataloader_train_with_the_same_plugins(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run_here(ROOT / "examples" / "vision.py", monkeypatch=monkeypatch)
+    assert float(capsys.readouterr().out.split("accuracy ")[-1]) > 0.9  # of four classes
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_project_of_its_own_trains_and_resumes_with_its_own_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train = ROOT / "examples" / "own_project" / "train.py"
+    short = ("trainer.max_steps=6", "data.val_every_n_steps=3", "data.val_steps=1", "callbacks.target.loss=0")
+    for words in (("experiment=mine", *short), ("resume=auto", "trainer.max_steps=8")):
+        for name in [name for name in os.environ if name.startswith("LIGHTNING_FMS_")]:
+            monkeypatch.delenv(name)  # each is a command of its own
+        with pytest.raises(SystemExit, match="0"):
+            run_here(train, *words, monkeypatch=monkeypatch)
+    out = capsys.readouterr().out
+    assert "Recurrent" in out
+    assert f"python {train} resume=auto" in out
+    assert "goes on from runs/own_project/001/checkpoints/step-6.ckpt" in out
+    assert (tmp_path / "runs/own_project/001/checkpoints/step-8.ckpt").exists()
