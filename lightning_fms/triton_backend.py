@@ -29,7 +29,8 @@ except ImportError:  # macOS, Windows
 # Triton decides when a kernel is decorated whether it is interpreted, so the answer is fixed when this module loads.
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-BACKENDS = ("auto", "triton", "reference")
+# 'triton_only' is 'triton' for a kernel that calls no library anyway; others then do their GEMMs by Triton too.
+BACKENDS = ("auto", "triton", "triton_only", "reference")
 
 
 def use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -41,9 +42,9 @@ def use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
     if backend not in BACKENDS:
         raise ValueError(f"{backend=} is not one of {', '.join(BACKENDS)}")
     possible = HAS_TRITON and (device.type == "cuda" or INTERPRETED) and dtype != torch.float64
-    if backend == "triton" and not possible:
+    if backend in ("triton", "triton_only") and not possible:
         raise ValueError(
-            f"backend='triton' cannot run {dtype} on {device}: Triton needs a CUDA device (or TRITON_INTERPRET=1, set "
+            f"{backend=} cannot run {dtype} on {device}: Triton needs a CUDA device (or TRITON_INTERPRET=1, set "
             "before the first import) and at most 32-bit floats; use backend='auto' or 'reference'"
         )
     return possible and backend != "reference"

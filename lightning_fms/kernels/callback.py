@@ -13,9 +13,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_fms.kernels.attention import CHOICES, fastest_backend, preferring
+from lightning_fms.kernels.flex_sdpa import flex_sdpa
 from lightning_fms.kernels.gathered_weights import mark_changed
 from lightning_fms.kernels.linear_cross_entropy import CHUNK_BYTES
+from lightning_fms.kernels.sdpa import ReplacedSDPA
 from lightning_fms.kernels.swap import Swaps, shortened, swap_head, swap_rms_norms, training_device
+from lightning_fms.kernels.triton_only import CompilerSettings, library_layers, swap_linears
 from lightning_fms.kernels.verify import verify_linear_cross_entropy, verify_rms_norm
 from lightning_fms.triton_backend import BACKENDS, INTERPRETED
 
@@ -38,6 +42,10 @@ class TritonKernels(Callback):
             [tokens, vocabulary] logits. 'auto': on CUDA (a PyTorch version of it runs on CPU when asked for: less memory,
             eager's time).
         rms_norm: fused RMSNorm. 'auto': off until it is measured faster than the compiler's, also on CUDA.
+        attention: which backend `scaled_dot_product_attention` tries first where it is called without a mask: 'cudnn',
+            'flash', 'auto' (the fastest that is right on this CUDA device) or 'off'. Calls with a mask stay PyTorch's.
+        triton_only: no cuBLAS, cuDNN, CUTLASS or FlashAttention in a training step: GEMMs, attention, norms and loss by
+            Triton. On CUDA, or under the interpreter; elsewhere it is said that nothing was done.
         backend: 'triton', 'reference' (PyTorch, any device) or 'auto': Triton on CUDA or under TRITON_INTERPRET=1, else
             the reference. With 'reference' or under the interpreter, 'auto' above means on, on any device.
         head: name of the output head, where it cannot be found by structure.
@@ -54,6 +62,8 @@ class TritonKernels(Callback):
         self,
         linear_cross_entropy: Choice = "auto",
         rms_norm: Choice = "auto",
+        attention: str = "auto",
+        triton_only: bool = False,
         backend: str = "auto",
         head: str | None = None,
         chunk_bytes: int = CHUNK_BYTES,
@@ -63,14 +73,22 @@ class TritonKernels(Callback):
         for name, value in (("linear_cross_entropy", linear_cross_entropy), ("rms_norm", rms_norm)):
             if value not in (True, False, "auto"):
                 raise ValueError(f"{name}={value!r} is not one of True, False, 'auto'")
-        if backend not in BACKENDS:
-            raise ValueError(f"{backend=} is not one of {', '.join(BACKENDS)}")
+        if attention not in CHOICES:
+            raise ValueError(f"{attention=} is not one of {', '.join(CHOICES)}")
+        if triton_only and (attention not in ("auto", "off") or backend == "reference"):
+            raise ValueError(f"triton_only leaves {attention=} and {backend=} no say: leave both at 'auto'")
+        if backend not in BACKENDS or backend == "triton_only":
+            given = ", ".join(name for name in BACKENDS if name != "triton_only")
+            raise ValueError(f"{backend=} is not one of {given} (without any library: triton_only=True)")
         if chunk_bytes <= 0:
             raise ValueError(f"{chunk_bytes=} must be positive")
         self.linear_cross_entropy, self.rms_norm = linear_cross_entropy, rms_norm
+        self.attention, self.triton_only = attention, triton_only
         self.backend, self.head, self.verify = backend, head, verify
         self.loss_options = {"chunk_bytes": chunk_bytes, "check_targets": check_targets, "backend": backend}
         self._swaps = Swaps()
+        self._sdpa, self._compiler = ReplacedSDPA(), CompilerSettings()
+        self._attends, self._linears = "", list[str]()
         self._decided: list[str] = []
         self._shown: list[str] = []
         self._verified: set[str] = set()
@@ -84,6 +102,10 @@ class TritonKernels(Callback):
         lines = [f"linear cross-entropy: deferred logits at {name}" for name in swaps.heads]
         if swaps.norms:
             lines.append(f"RMSNorm: fused at {shortened(swaps.norms)}")
+        if self._attends:
+            lines.append(f"attention: {self._attends}")
+        if self._linears:
+            lines.append(f"Triton only: GEMMs in compiled blocks, and at {shortened(self._linears)}")
         return [*lines, *(f"not swapped: {reason}" for reason in (*self._decided, *swaps.skipped))]
 
     def transform_module(self, module: nn.Module) -> None:
@@ -92,12 +114,40 @@ class TritonKernels(Callback):
         if not self._swaps.active:
             self._swaps = Swaps()
         self._decided, self._swaps.skipped = [], []
+        without_libraries = self.triton_only and (device.type == "cuda" or INTERPRETED)
+        options = {**self.loss_options, **({"backend": "triton_only"} if without_libraries else {})}
         if self._wanted("linear_cross_entropy", self.linear_cross_entropy, LINEAR_CROSS_ENTROPY_ON_CUDA, device):
             self._verify("linear cross-entropy", verify_linear_cross_entropy, device)
-            swap_head(module, self._swaps, self.head, **self.loss_options)
-        if self._wanted("rms_norm", self.rms_norm, RMS_NORM_ON_CUDA, device):
+            swap_head(module, self._swaps, self.head, **options)
+        if self._wanted("rms_norm", self.rms_norm, RMS_NORM_ON_CUDA or without_libraries, device):
             self._verify("RMSNorm", verify_rms_norm, device)
-            swap_rms_norms(module, self._swaps, self.backend)
+            swap_rms_norms(module, self._swaps, self.backend, without_libraries and self.rms_norm == "auto")
+        if without_libraries:
+            self._leave_libraries(module, device)
+            return
+        if self.triton_only:
+            self._decided.append(f"triton_only: there is no Triton on {device.type}")
+        self._choose_attention(device)
+
+    def _leave_libraries(self, module: nn.Module, device: torch.device) -> None:
+        """What else calls a library: compiled GEMMs, attention, linear layers."""
+        self._compiler.enter()
+        self._linears += swap_linears(module, self._swaps)
+        self._decided += library_layers(module)
+        if device.type == "cuda":  # FlexAttention has no backward on CPU
+            self._sdpa.replace(flex_sdpa)
+            self._attends = "FlexAttention"
+
+    def _choose_attention(self, device: torch.device) -> None:
+        if self.attention == "off" or device.type != "cuda":
+            wanted = self.attention in ("cudnn", "flash")
+            self._decided += [f"attention={self.attention!r}: there is no choice on {device.type}"] * wanted
+        elif self.attention == "auto" and not (self._sdpa.free or self._sdpa.active):
+            self._decided.append("attention: scaled_dot_product_attention was already replaced by something else")
+        elif not self._sdpa.active:
+            first, why = fastest_backend(device) if self.attention == "auto" else (self.attention, "as asked for")
+            self._sdpa.replace(preferring(first))
+            self._attends = f"{first} first where there is no mask ({why})"
 
     def _wanted(self, name: str, choice: Choice, on_cuda: bool, device: torch.device) -> bool:
         if choice != "auto":
@@ -152,6 +202,9 @@ class TritonKernels(Callback):
     def restore(self) -> None:
         """Give every module its own code back. The report stays."""
         self._swaps.restore()
+        self._sdpa.restore()
+        self._compiler.restore()
+        self._linears = []
         while self._step_hooks:
             self._step_hooks.pop().remove()
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fms.kernels.linear_cross_entropy import gemm_dtype
+from lightning_fms.kernels.gemm_dtype import gemm_dtype
+from lightning_fms.kernels.linear import linear
 
 
 class Source:
@@ -69,7 +69,7 @@ class Source:
         self.check()
         with self.modes(detached), torch.autocast(hidden.device.type, enabled=False):
             w, b = self.weight.to(self.dtype), None if self.bias is None else self.bias.to(self.dtype)
-            return F.linear(hidden.to(self.dtype), w, b)
+            return linear(hidden.to(self.dtype), w, b, self.loss_options.get("backend", "auto"))
 
 
 def _version(tensor: Tensor) -> int:

@@ -26,6 +26,9 @@ import torch
 from torch import Tensor
 
 from lightning_fms.kernels.cross_entropy_rows import cross_entropy_rows, scale_in_place
+from lightning_fms.kernels.gemm_dtype import gemm_dtype
+from lightning_fms.kernels.head_gemms import accumulate as add_to_gradient
+from lightning_fms.kernels.head_gemms import multiply, project
 from lightning_fms.triton_backend import use_triton
 
 CHUNK_BYTES = 512 * 2**20  # 4 chunks at 8,192 tokens and a vocabulary of 128,256: the memory knee of the benchmark
@@ -68,7 +71,8 @@ def linear_cross_entropy(
             fp32 where there are more than `NATIVE_CHUNKS` chunks. 'fp32' has eager's error, at 4 bytes more a weight.
         check_targets: on CUDA, stop with a device-side assertion (as eager does, without a synchronisation; the process
             cannot use the device afterwards). Off, a target out of range gives the loss NaN and adds no gradient.
-        backend: 'triton', 'reference' (PyTorch) or 'auto' (Triton where it can run).
+        backend: 'triton', 'reference' (PyTorch), 'auto' (Triton where it can run), or 'triton_only': the GEMMs too are
+            Triton's.
 
     Returns:
         fp32 (fp64 for fp64 inputs) scalar, or [...] for reduction 'none'.
@@ -106,14 +110,6 @@ def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, target: Tenso
     return linear_cross_entropy(hidden, weight, target, backend="reference", **options)
 
 
-def gemm_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype in which `F.linear` would compute on `hidden` here: autocast's, except for float64."""
-    kind = hidden.device.type
-    if hidden.dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return hidden.dtype
-
-
 def _validate(
     hidden: Tensor,
     weight: Tensor,
@@ -143,21 +139,6 @@ def _validate(
 
 
 # ---- chunks of tokens ---------------------------------------------------------------------------------------------
-
-
-def _accumulate(total: Tensor, logits_grad: Tensor, hidden: Tensor, first: bool) -> None:
-    """total [V, D] (+)= logits_grad^T [V, n] @ hidden [n, D], in `total`'s dtype."""
-    left, wide = logits_grad.t(), total.dtype != hidden.dtype
-    if not wide:
-        torch.mm(left, hidden, out=total) if first else total.addmm_(left, hidden)
-    elif total.is_cuda:  # bf16 operands, fp32 sum inside the GEMM
-        if first:
-            torch.ops.aten.mm.dtype_out(left, hidden, total.dtype, out=total)
-        else:
-            torch.ops.aten.addmm.dtype_out(total, left, hidden, total.dtype, out=total)
-    else:
-        left, hidden = left.to(total.dtype), hidden.to(total.dtype)
-        torch.mm(left, hidden, out=total) if first else total.addmm_(left, hidden)
 
 
 def chunk_rows(tokens: int, vocab: int, itemsize: int, chunk_bytes: int) -> int:
@@ -205,6 +186,7 @@ def _chunked(
     (tokens, _), vocab = hidden.shape, weight.shape[0]
     target = target.contiguous()  # the row kernel knows no stride; `labels[:, -1]` stays a view up to here
     triton_ = use_triton(backend, hidden.device, hidden.dtype)
+    gemms_by_triton = triton_ and backend == "triton_only"
     if hidden.device.type == "cpu":
         _raise_out_of_range(target, vocab, ignore_index)
     rows = chunk_rows(tokens, vocab, hidden.element_size(), chunk_bytes)
@@ -217,15 +199,15 @@ def _chunked(
         for start in range(0, tokens, rows):
             part = slice(start, min(start + rows, tokens))
             logits, h = buffer[: part.stop - start, :vocab], hidden[part]
-            torch.mm(h, w.t(), out=logits) if b is None else torch.addmm(b, h, w.t(), out=logits)
+            project(h, w, b, logits, gemms_by_triton)
             part_scale = scale if scale.numel() == 1 else scale[part]
             cross_entropy_rows(
                 logits, target[part], loss[part], part_scale if any(needs) else None, ignore_index, smoothing, triton_
             )
             if needs[0]:
-                torch.mm(logits, w, out=grad_h[part])
+                multiply(logits, w, grad_h[part], gemms_by_triton)
             if needs[1]:
-                _accumulate(grad_w, logits, h, first=start == 0)
+                add_to_gradient(grad_w, logits, h, start == 0, gemms_by_triton)
             if needs[2]:
                 grad_b += logits.sum(0, dtype=grad_b.dtype)
     grad_w = grad_w.to(weight.dtype) if needs[1] else grad_w

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_fms.kernels.deferred_logits import DeferredLogits
+from lightning_fms.kernels.linear import linear
 from lightning_fms.kernels.rms_norm import rms_norm, rms_norm_reference
 
 DtypeKey = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
@@ -148,9 +148,9 @@ def swap_head(module: nn.Module, swaps: Swaps, name: str | None = None, **loss_o
 
 
 def _head_forward(self: nn.Linear, input: Tensor) -> Tensor:
-    if _needs_real_logits(self, input):
-        return F.linear(input, self.weight, self.bias)
     state: _Head = self.__dict__[_STATE]
+    if _needs_real_logits(self, input):
+        return linear(input, self.weight, self.bias, state.loss_options.get("backend", "auto"))
     return DeferredLogits.wrap(input, self.weight, self.bias, **state.loss_options)
 
 
@@ -178,6 +178,7 @@ class _Norm:
     out_dtypes: dict[DtypeKey, torch.dtype]
     backend: str
     own_forward: Any
+    outside_compiler: bool  # inside, the compiler's own fusion takes the norm
 
 
 def find_rms_norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -187,8 +188,8 @@ def find_rms_norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def swap_rms_norms(module: nn.Module, swaps: Swaps, backend: str = "auto") -> None:
-    """Let every RMSNorm that agrees with the reference run the fused kernel."""
+def swap_rms_norms(module: nn.Module, swaps: Swaps, backend: str = "auto", outside_compiler: bool = False) -> None:
+    """Let every RMSNorm that agrees with the reference run the fused kernel, or only where no compiler traces it."""
     proofs: dict[Any, dict[DtypeKey, torch.dtype] | str] = {}
     refused: dict[str, list[str]] = {}
     device = training_device(module)
@@ -204,7 +205,7 @@ def swap_rms_norms(module: nn.Module, swaps: Swaps, backend: str = "auto") -> No
             proof = proofs[key]
             if not isinstance(proof, str):
                 own = type(norm).forward
-                norm.__dict__[_STATE] = _Norm(eps, proof, backend, own)
+                norm.__dict__[_STATE] = _Norm(eps, proof, backend, own, outside_compiler)
                 swaps.add(norm, _norm_forward)
                 swaps.norms.append(name)
                 continue
@@ -312,7 +313,8 @@ def _norm_forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tens
     out_dtype = state.out_dtypes.get((x.dtype, None if weight is None else weight.dtype, cast))
     # A DTensor (sharded activations or weights) or an unknown mixture: the module's own way.
     plain = type(x) is Tensor and (weight is None or type(weight) in (nn.Parameter, Tensor))
-    if out_dtype is None or not plain or args or kwargs:
+    traced = state.outside_compiler and torch.compiler.is_compiling()
+    if out_dtype is None or not plain or traced or args or kwargs:
         return state.own_forward(self, x, *args, **kwargs)
     eps = _eps_or_default(state.eps, x.dtype)
     return rms_norm(x, weight, eps, out_dtype=out_dtype, backend=state.backend)

@@ -1,6 +1,8 @@
 """The Triton kernels themselves, in Triton's interpreter. Started by test_interpreter.py with TRITON_INTERPRET=1."""
 
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fms import triton_backend
-from lightning_fms.kernels import cross_entropy_rows, linear_cross_entropy, rms_norm
+from lightning_fms.kernels import TritonKernels, cross_entropy_rows, linear_cross_entropy, matmul, rms_norm
+from lightning_fms.kernels.linear import linear
 from lightning_fms.kernels.verify import verify_linear_cross_entropy, verify_rms_norm
+from lightning_fms.models import Llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # in opcheck
 
@@ -95,6 +99,104 @@ def test_rms_norm_of_strided_rows() -> None:
     (x,) = leaves(torch.float32, (6, 3, 40))
     torch.testing.assert_close(rms_norm(x[:, 1, 4:37], eps=1e-5), F.rms_norm(x[:, 1, 4:37], (33,), eps=1e-5))
     torch.testing.assert_close(rms_norm(x[..., 7], eps=1e-5), F.rms_norm(x[..., 7], (3,), eps=1e-5))
+
+
+def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's products raise: what is computed is computed by Triton."""
+
+    def refused(*_: object, **__: object) -> Tensor:
+        raise AssertionError("a library's GEMM")
+
+    for name in ("mm", "addmm", "matmul"):
+        monkeypatch.setattr(torch, name, refused)
+    monkeypatch.setattr(F, "linear", refused)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True), (True, True)])
+def test_matmul(turned: tuple[bool, bool], dtype: torch.dtype) -> None:
+    for (m, n, k), accumulate in (((70, 45, 33), True), ((64, 64, 16), False), ((1, 5, 1), True)):
+        shapes = (k, m) if turned[0] else (m, k), (n, k) if turned[1] else (k, n)
+        left, right = (x.detach().t() if t else x.detach() for x, t in zip(leaves(dtype, *shapes), turned, strict=True))
+        for out_dtype in {dtype, torch.float32}:
+            out = torch.randn(m, n + 3).to(out_dtype)[:, :n]
+            expected = out.clone()
+            matmul.matmul_into(left, right, out, accumulate)
+            matmul.matmul_reference(left, right, expected, accumulate)
+            torch.testing.assert_close(out, expected, atol=1e-2 if out_dtype == torch.bfloat16 else 1e-4, rtol=1e-2)
+
+
+def test_matmul_of_nothing_and_of_what_does_not_fit() -> None:
+    out = torch.ones(3, 4)
+    matmul.matmul_into(torch.ones(3, 0), torch.ones(0, 4), out, accumulate=True)
+    assert out.eq(1).all()
+    matmul.matmul_into(torch.ones(3, 0), torch.ones(0, 4), out)
+    assert out.eq(0).all()
+    matmul.matmul_into(torch.ones(0, 2), torch.ones(2, 4), torch.ones(0, 4))
+    with pytest.raises(ValueError, match="does not fit out"):
+        matmul.matmul_into(torch.ones(3, 2), torch.ones(3, 4), out)
+    with pytest.raises(ValueError, match="float64"):
+        matmul.matmul_into(torch.ones(3, 2).double(), torch.ones(2, 4).double(), out)
+
+
+@pytest.mark.parametrize("accumulate", ["native", "fp32"])
+def test_cross_entropy_with_its_gemms_by_triton(accumulate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = leaves(torch.float32, (20, 16), (101, 16), (101,))
+    target = torch.randint(0, 101, (20,))
+    theirs = F.cross_entropy(F.linear(*tensors), target)
+    expected = torch.autograd.grad(theirs, tensors)
+    options = {"chunk_bytes": 1, "accumulate": accumulate, "backend": "triton_only"}
+    with monkeypatch.context() as patch:
+        without_libraries(patch)
+        hidden, weight, bias = tensors
+        ours = linear_cross_entropy(hidden, weight, target, bias, **options)
+        found = torch.autograd.grad(ours, tensors)
+    torch.testing.assert_close((ours, *found), (theirs, *expected), rtol=1e-4, atol=1e-5)
+
+
+def test_linear_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cast in (False, True):
+        tensors = leaves(torch.float32, (3, 7, 16), (24, 16), (24,))
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            theirs = F.linear(*tensors)
+            upstream = torch.randn_like(theirs)
+            with monkeypatch.context() as patch:
+                without_libraries(patch)
+                ours = linear(*tensors, backend="triton_only")
+                found = torch.autograd.grad(ours, tensors, upstream)
+        assert ours.dtype == theirs.dtype
+        expected = torch.autograd.grad(theirs, tensors, upstream)
+        torch.testing.assert_close((ours, *found), (theirs, *expected), atol=2e-2 if cast else 1e-5, rtol=2e-2)
+    torch.library.opcheck(torch.ops.lightning_fms.product, leaves(torch.float32, (5, 16), (16, 24)))
+
+
+def test_a_step_of_a_llama_calls_no_library_for_a_product() -> None:
+    """All but attention, whose Triton kernel has no backward on CPU."""
+    torch.manual_seed(0)
+    model, ids = Llama(53, 32, 1, 2), torch.randint(0, 53, (1, 9))
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        loss = F.cross_entropy(model(ids)[:, :-1].reshape(-1, 53), ids[:, 1:].reshape(-1))
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    def products(events: Iterable[Any]) -> set[str]:
+        return {event.name for event in events} & {"aten::mm", "aten::addmm", "aten::bmm", "aten::linear"}
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        plain = step()
+    assert {"aten::mm", "aten::linear"} <= products(profiler.events())
+    callback, config = TritonKernels(triton_only=True), torch._inductor.config
+    callback.transform_module(model)
+    assert config.max_autotune_gemm_backends == "TRITON"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        torch.testing.assert_close(step(), plain, rtol=1e-3, atol=1e-5)
+    assert not products(profiler.events())
+    assert any("Triton only: GEMMs" in line and "7 in all" in line for line in callback.report), callback.report
+    callback.restore()
+    assert config.max_autotune_gemm_backends != "TRITON"
+    torch.testing.assert_close(step(), plain, rtol=0, atol=0)
 
 
 def test_opcheck() -> None:
