@@ -75,8 +75,8 @@ class TritonKernels(Callback):
                 raise ValueError(f"{name}={value!r} is not one of True, False, 'auto'")
         if attention not in CHOICES:
             raise ValueError(f"{attention=} is not one of {', '.join(CHOICES)}")
-        if triton_only and (attention not in ("auto", "off") or backend == "reference"):
-            raise ValueError(f"triton_only leaves {attention=} and {backend=} no say: leave both at 'auto'")
+        if triton_only and attention in ("cudnn", "flash"):
+            raise ValueError(f"triton_only computes attention by FlexAttention: {attention=} has to stay at 'auto'")
         if backend not in BACKENDS or backend == "triton_only":
             given = ", ".join(name for name in BACKENDS if name != "triton_only")
             raise ValueError(f"{backend=} is not one of {given} (without any library: triton_only=True)")
@@ -114,7 +114,8 @@ class TritonKernels(Callback):
         if not self._swaps.active:
             self._swaps = Swaps()
         self._decided, self._swaps.skipped = [], []
-        without_libraries = self.triton_only and (device.type == "cuda" or INTERPRETED)
+        runs_triton = self.backend != "reference" and (device.type == "cuda" or INTERPRETED)
+        without_libraries = self.triton_only and runs_triton
         options = {**self.loss_options, **({"backend": "triton_only"} if without_libraries else {})}
         if self._wanted("linear_cross_entropy", self.linear_cross_entropy, LINEAR_CROSS_ENTROPY_ON_CUDA, device):
             self._verify("linear cross-entropy", verify_linear_cross_entropy, device)
@@ -126,7 +127,7 @@ class TritonKernels(Callback):
             self._leave_libraries(module, device)
             return
         if self.triton_only:
-            self._decided.append(f"triton_only: there is no Triton on {device.type}")
+            self._decided.append(f"triton_only: there is no Triton on {device.type}, or backend={self.backend!r}")
         self._choose_attention(device)
 
     def _leave_libraries(self, module: nn.Module, device: torch.device) -> None:
@@ -139,9 +140,9 @@ class TritonKernels(Callback):
             self._attends = "FlexAttention"
 
     def _choose_attention(self, device: torch.device) -> None:
-        if self.attention == "off" or device.type != "cuda":
+        if self.attention == "off" or device.type != "cuda" or self.backend == "reference":
             wanted = self.attention in ("cudnn", "flash")
-            self._decided += [f"attention={self.attention!r}: there is no choice on {device.type}"] * wanted
+            self._decided += [f"attention={self.attention!r}: there is no choice on {device.type}, or with backend='reference'"] * wanted
         elif self.attention == "auto" and not (self._sdpa.free or self._sdpa.active):
             self._decided.append("attention: scaled_dot_product_attention was already replaced by something else")
         elif not self._sdpa.active:

@@ -137,4 +137,4 @@ def test_options() -> None:
     callback = TritonKernels(attention="cudnn")
     callback.transform_module(Llama(53, 32, 1, 4))
     if not torch.cuda.is_available():
-        assert "not swapped: attention='cudnn': there is no choice on cpu" in callback.report
+        assert any("attention='cudnn': there is no choice on cpu" in line for line in callback.report)

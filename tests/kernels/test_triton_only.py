@@ -68,12 +68,10 @@ def test_layers_that_would_call_a_library_are_named() -> None:
 def test_options_that_contradict_it_are_refused_and_a_device_without_triton_is_said() -> None:
     with pytest.raises(ValueError, match="attention='cudnn'"):
         TritonKernels(triton_only=True, attention="cudnn")
-    with pytest.raises(ValueError, match="backend='reference'"):
-        TritonKernels(triton_only=True, backend="reference")
     with pytest.raises(ValueError, match="triton_only=True"):
         TritonKernels(backend="triton_only")
     if not torch.cuda.is_available():
         callback = TritonKernels(triton_only=True)
         callback.transform_module(Llama(53, 32, 1, 4))
-        assert "not swapped: triton_only: there is no Triton on cpu" in callback.report
+        assert any("triton_only: there is no Triton on cpu" in line for line in callback.report)
         assert torch._inductor.config.max_autotune_gemm_backends != "TRITON"
