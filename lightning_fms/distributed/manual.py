@@ -26,14 +26,23 @@ class RootInStep:
     def __init__(self, module: nn.Module | None = None) -> None:
         self._root: Any = module if isinstance(module, FSDPModule) else None
         self._trainable: dict[str, bool] = {}
+        self._shards: dict[torch.Tensor, bool] = {}
 
     def __bool__(self) -> bool:
         return self._root is not None
 
     def remember(self) -> None:
-        """Keep the flags at the start of a step, before an optimizer is toggled."""
+        """Keep the flags at the start of a step, before an optimizer is toggled.
+
+        FSDP looks at them once, at its first forward, and torch 2.11 learns from parameters that are trainable then in which
+        dtype gradients are held. A group that was toggled off would get none.
+        """
         if self._root is not None:
+            state = self._root._get_fsdp_state()
+            if state._is_root is None:
+                state._lazy_init()
             self._trainable = {name: p.requires_grad for name, p in self._root.named_parameters()}
+            self._shards = {p: p.requires_grad for p in self._root.parameters() if isinstance(p, DTensor)}
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """Nothing else would reduce the root's own parameters."""
@@ -60,7 +69,12 @@ class RootInStep:
         """Gather the root again, for the rest of the step."""
         if self._root is None:
             return
+        toggled = {shard: shard.requires_grad for shard in self._shards}
+        for shard, trainable in self._shards.items():  # torch 2.11 looks again, see `remember`
+            shard.requires_grad_(trainable)
         self._root.unshard()
+        for shard, trainable in toggled.items():
+            shard.requires_grad_(trainable)
         for name, parameter in self._root.named_parameters():  # gathered with the flags of a toggled optimizer
             if not isinstance(parameter, DTensor):
                 parameter.requires_grad_(self._trainable.get(name, parameter.requires_grad))

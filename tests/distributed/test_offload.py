@@ -132,7 +132,9 @@ class Gathers:
         self.seen: list[str] = []
         for name, group in module.named_modules():
             if isinstance(group, FSDPModule) and name.startswith("layers."):
-                (held,) = group._get_fsdp_state()._fsdp_param_groups
+                state = group._get_fsdp_state()
+                several = hasattr(state, "_fsdp_param_groups")  # not in torch 2.11
+                (held,) = state._fsdp_param_groups if several else [state._fsdp_param_group]
                 held.unshard = self._before(f"gather {name[-1]}", held.unshard, held)
                 group.up.register_forward_pre_hook(lambda *_, name=name: self.seen.append(f"compute {name[-1]}"))
 

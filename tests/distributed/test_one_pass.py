@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy
 import pytest
 import torch
 from gloo_world import run_world
+from packaging.version import Version
 from tiny import Rows, Tiny, trainer, whole_weights
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
@@ -27,7 +29,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers.*",
 
 
 def test_the_kernel_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
+    if Version(triton.__version__) < Version("3.7") and Version(numpy.__version__) >= Version("2.4"):
+        pytest.skip("Triton 3.6's interpreter cannot take an integer out of a tensor of numpy 2.4")
     file = Path(__file__).with_name("interpreted_one_pass.py")
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", "-p", "no:cacheprovider", str(file)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
@@ -110,10 +114,7 @@ def test_what_the_kernel_cannot_do_is_done_by_torch() -> None:
                 parameter.grad = torch.full_like(parameter, 0.5)
         optimizer.step()
     torch.testing.assert_close(added[0], added[1], rtol=0, atol=0)
-    indices = torch.tensor([[0], [1]])
-    ours.param_groups[0]["params"][0].grad = torch.sparse_coo_tensor(
-        indices, torch.ones(1), (4, 2), check_invariants=True
-    )
+    ours.param_groups[0]["params"][0].grad = torch.ones(4, 2).to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
         ours.step()
 
@@ -297,7 +298,9 @@ def test_copies_behind_a_step_need_no_refresh(monkeypatch: pytest.MonkeyPatch) -
             assert torch.equal(made, master.bfloat16())
 
     monkeypatch.setattr(MasterWeights, "refresh", spy)
-    weights_after(Tiny, True, callbacks=[TritonKernels(backend="reference")])  # which has a hook on the optimizer's step
+    weights_after(
+        Tiny, True, callbacks=[TritonKernels(backend="reference")]
+    )  # which has a hook on the optimizer's step
     assert refreshed[0] > 0
     assert sum(refreshed[1:]) == 0
 
