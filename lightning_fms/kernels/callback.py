@@ -142,7 +142,9 @@ class TritonKernels(Callback):
     def _choose_attention(self, device: torch.device) -> None:
         if self.attention == "off" or device.type != "cuda" or self.backend == "reference":
             wanted = self.attention in ("cudnn", "flash")
-            self._decided += [f"attention={self.attention!r}: there is no choice on {device.type}, or with backend='reference'"] * wanted
+            self._decided += [
+                f"attention={self.attention!r}: there is no choice on {device.type}, or with backend='reference'"
+            ] * wanted
         elif self.attention == "auto" and not (self._sdpa.free or self._sdpa.active):
             self._decided.append("attention: scaled_dot_product_attention was already replaced by something else")
         elif not self._sdpa.active:

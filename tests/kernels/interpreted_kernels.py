@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+import fused_operations
 import pytest
 import torch
 import torch.nn.functional as F
@@ -197,6 +199,23 @@ def test_a_step_of_a_llama_calls_no_library_for_a_product() -> None:
     callback.restore()
     assert config.max_autotune_gemm_backends != "TRITON"
     torch.testing.assert_close(step(), plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", fused_operations.OPERATIONS)
+def test_fused_operations(name: str, dtype: torch.dtype) -> None:
+    function = partial(fused_operations.OPERATIONS[name], backend="triton")
+    tensors = fused_operations.inputs(name, dtype)
+    eager = fused_operations.EAGER[name]
+    wide = [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+    true = fused_operations.outputs(eager, wide)
+    for ours, theirs, exact in zip(
+        fused_operations.outputs(function, tensors), fused_operations.outputs(eager, tensors), true, strict=True
+    ):
+        assert ours.dtype == dtype
+        error, allowed = (ours.double() - exact).norm(), (theirs.double() - exact).norm()
+        more = 1.1 if dtype == torch.float32 else 2.5  # the interpreter rounds bf16 towards zero
+        assert error <= more * allowed + 1e-6 * exact.norm()
 
 
 def test_opcheck() -> None:

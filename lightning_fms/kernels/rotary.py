@@ -1,0 +1,168 @@
+"""Rotary position embedding (RoPE, arXiv:2104.09864): pairs of features turned by an angle that grows with the position.
+
+Problem: eager code makes a turned copy, two products and a sum of queries and keys, each in fp32, to do six operations a pair.
+Idea: one pass that reads a pair and its angle's cosine and sine, and writes the pair. The gradient is the turn backwards, so
+the backward is the same kernel with the sine negated, and keeps the tables only.
+
+Pairs are (i, i + P) of the first 2 P features ('half-split': GPT-NeoX, Llama in transformers) or (2 i, 2 i + 1) ('interleaved':
+the paper, Llama as published); features from 2 P on pass unchanged ('partial': GPT-NeoX, Phi). The tables get no gradient.
+
+B batch, T tokens, H heads, E features a head, P pairs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fms.triton_backend import tl, triton, use_triton
+
+HEADS, WARPS = 8, 4  # heads a program turns: they share the tables
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: str = "auto") -> Tensor:
+    """Turn the pairs of each head, in fp32, rounded once; never writes into `x`.
+
+    Args:
+        x: [B, T, H, E], any strides; a [B, H, T, E] tensor is passed as `x.transpose(1, 2)`, and the result has its layout.
+        cos: [B or 1, T, P], 2 P <= E: one cosine for each pair.
+        sin: the same shape.
+        interleaved: which two features are a pair, see above.
+        backend: 'triton', 'reference' (PyTorch) or 'auto' (Triton where it can run).
+
+    Raises:
+        ValueError: shapes that do not fit, or tables that want a gradient.
+    """
+    fits = x.ndim == 4 and cos.ndim == 3 and cos.shape == sin.shape and cos.shape[1] == x.shape[1]
+    if not fits or cos.shape[0] not in (1, x.shape[0]) or 2 * cos.shape[2] > x.shape[3]:
+        raise ValueError(
+            f"tables {tuple(cos.shape)}, {tuple(sin.shape)} [B, T, P] do not fit x {tuple(x.shape)} [B, T, H, E]"
+        )
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise ValueError("rotary tables that want a gradient: rotate them in PyTorch, or detach them")
+    return torch.ops.lightning_fms.rotary(x, cos, sin, interleaved, False, backend)
+
+
+def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backwards: bool) -> Tensor:
+    """The same in plain PyTorch."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    c, s = cos.to(wide)[:, :, None], sin.to(wide)[:, :, None]
+    s = -s if backwards else s
+    pairs = cos.shape[2]
+    turned, rest = x[..., : 2 * pairs].to(wide), x[..., 2 * pairs :]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * c - b * s, b * c + a * s), dim=-1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+        turned = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+    return torch.empty_like(x).copy_(torch.cat((turned.to(x.dtype), rest), dim=-1))
+
+
+@triton.jit
+def _rotary_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    y_ptr,
+    cos_ptr,
+    sin_ptr,
+    tokens,
+    heads,
+    features,
+    pairs,
+    x_b,
+    x_t,
+    x_h,
+    x_e,
+    y_b,
+    y_t,
+    y_h,
+    y_e,
+    table_b,
+    table_t,
+    BACKWARDS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+):
+    place = tl.program_id(0)
+    batch, token = (place // tokens).to(tl.int64), (place % tokens).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None].to(tl.int64)
+    pair = tl.arange(0, PAIRS)
+    table = batch * table_b + token * table_t + pair
+    cos = tl.load(cos_ptr + table, mask=pair < pairs, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + table, mask=pair < pairs, other=0.0).to(tl.float32)[None, :]
+    if BACKWARDS:
+        sin = -sin
+    if INTERLEAVED:
+        first, second = 2 * pair[None, :], 2 * pair[None, :] + 1
+    else:
+        first, second = pair[None, :], pair[None, :] + pairs
+    x_ptr += batch * x_b + token * x_t
+    y_ptr += batch * y_b + token * y_t
+    mask = (head < heads) & (pair < pairs)[None, :]
+    a = tl.load(x_ptr + head * x_h + first * x_e, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + head * x_h + second * x_e, mask=mask, other=0.0).to(tl.float32)
+    dtype = y_ptr.dtype.element_ty
+    tl.store(y_ptr + head * y_h + first * y_e, (a * cos - b * sin).to(dtype), mask=mask)
+    tl.store(y_ptr + head * y_h + second * y_e, (b * cos + a * sin).to(dtype), mask=mask)
+    if PARTIAL:
+        rest = 2 * pairs + tl.arange(0, REST)[None, :]
+        mask = (head < heads) & (rest < features)
+        tl.store(y_ptr + head * y_h + rest * y_e, tl.load(x_ptr + head * x_h + rest * x_e, mask=mask), mask=mask)
+
+
+@torch.library.custom_op("lightning_fms::rotary", mutates_args=())
+def _rotary_op(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backwards: bool, backend: str) -> Tensor:
+    if not use_triton(backend, x.device, x.dtype):
+        return rotary_reference(x, cos, sin, interleaved, backwards)
+    y = torch.empty_like(x)
+    (batch, tokens, heads, features), pairs = x.shape, cos.shape[2]
+    if not x.numel():
+        return y
+    cos, sin = cos.contiguous(), sin.contiguous()
+    block = min(HEADS, triton.next_power_of_2(heads))
+    _rotary_kernel[(batch * tokens, triton.cdiv(heads, block))](
+        x,
+        y,
+        cos,
+        sin,
+        tokens,
+        heads,
+        features,
+        pairs,
+        *x.stride(),
+        *y.stride(),
+        0 if cos.shape[0] == 1 else cos.stride(0),
+        cos.stride(1),
+        BACKWARDS=backwards,
+        INTERLEAVED=interleaved,
+        PARTIAL=2 * pairs < features,
+        HEADS=block,
+        PAIRS=triton.next_power_of_2(max(pairs, 1)),
+        REST=triton.next_power_of_2(max(features - 2 * pairs, 1)),
+        num_warps=WARPS,
+    )
+    return y
+
+
+@_rotary_op.register_fake
+def _rotary_fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backwards: bool, backend: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos, sin, ctx.interleaved, ctx.backwards, ctx.backend = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    cos, sin = ctx.saved_tensors
+    turned = torch.ops.lightning_fms.rotary(grad, cos, sin, ctx.interleaved, not ctx.backwards, ctx.backend)
+    return turned, None, None, None, None, None
+
+
+_rotary_op.register_autograd(_backward, setup_context=_setup_context)
+
+__all__ = ["rotary", "rotary_reference"]
