@@ -19,6 +19,7 @@ from lightning_fms.kernels.gathered_weights import mark_changed
 from lightning_fms.kernels.linear_cross_entropy import CHUNK_BYTES
 from lightning_fms.kernels.sdpa import ReplacedSDPA
 from lightning_fms.kernels.swap import Swaps, shortened, swap_head, swap_rms_norms, training_device
+from lightning_fms.kernels.swap_parts import swap_gated_mlps, swap_layer_norms
 from lightning_fms.kernels.triton_only import CompilerSettings, library_layers, swap_linears
 from lightning_fms.kernels.verify import verify_linear_cross_entropy, verify_rms_norm
 from lightning_fms.triton_backend import BACKENDS, INTERPRETED
@@ -30,6 +31,8 @@ Choice = bool | Literal["auto"]
 # Python around the registered operations. True once a whole training step is faster with it.
 LINEAR_CROSS_ENTROPY_ON_CUDA = True
 RMS_NORM_ON_CUDA = False
+GATED_PRODUCT_ON_CUDA = False  # not measured yet, and nor is the next: the compiler fuses both
+LAYER_NORM_ON_CUDA = False
 
 
 class TritonKernels(Callback):
@@ -42,6 +45,8 @@ class TritonKernels(Callback):
             [tokens, vocabulary] logits. 'auto': on CUDA (a PyTorch version of it runs on CPU when asked for: less memory,
             eager's time).
         rms_norm: fused RMSNorm. 'auto': off until it is measured faster than the compiler's, also on CUDA.
+        gated_product: SwiGLU and GeGLU of gated MLPs in one pass. 'auto': off, as above.
+        layer_norm: fused LayerNorm. 'auto': off, as above.
         attention: which backend `scaled_dot_product_attention` tries first where it is called without a mask: 'cudnn',
             'flash', 'auto' (the fastest that is right on this CUDA device) or 'off'. Calls with a mask stay PyTorch's.
         triton_only: no cuBLAS, cuDNN, CUTLASS or FlashAttention in a training step: GEMMs, attention, norms and loss by
@@ -62,6 +67,8 @@ class TritonKernels(Callback):
         self,
         linear_cross_entropy: Choice = "auto",
         rms_norm: Choice = "auto",
+        gated_product: Choice = "auto",
+        layer_norm: Choice = "auto",
         attention: str = "auto",
         triton_only: bool = False,
         backend: str = "auto",
@@ -70,7 +77,13 @@ class TritonKernels(Callback):
         check_targets: bool = False,
         verify: bool = False,
     ):
-        for name, value in (("linear_cross_entropy", linear_cross_entropy), ("rms_norm", rms_norm)):
+        choices = {
+            "linear_cross_entropy": linear_cross_entropy,
+            "rms_norm": rms_norm,
+            "gated_product": gated_product,
+            "layer_norm": layer_norm,
+        }
+        for name, value in choices.items():
             if value not in (True, False, "auto"):
                 raise ValueError(f"{name}={value!r} is not one of True, False, 'auto'")
         if attention not in CHOICES:
@@ -83,6 +96,7 @@ class TritonKernels(Callback):
         if chunk_bytes <= 0:
             raise ValueError(f"{chunk_bytes=} must be positive")
         self.linear_cross_entropy, self.rms_norm = linear_cross_entropy, rms_norm
+        self.gated_product, self.layer_norm = gated_product, layer_norm
         self.attention, self.triton_only = attention, triton_only
         self.backend, self.head, self.verify = backend, head, verify
         self.loss_options = {"chunk_bytes": chunk_bytes, "check_targets": check_targets, "backend": backend}
@@ -102,6 +116,10 @@ class TritonKernels(Callback):
         lines = [f"linear cross-entropy: deferred logits at {name}" for name in swaps.heads]
         if swaps.norms:
             lines.append(f"RMSNorm: fused at {shortened(swaps.norms)}")
+        if swaps.gated:
+            lines.append(f"gated product: fused at {shortened(swaps.gated)}")
+        if swaps.layer_norms:
+            lines.append(f"LayerNorm: fused at {shortened(swaps.layer_norms)}")
         if self._attends:
             lines.append(f"attention: {self._attends}")
         if self._linears:
@@ -123,12 +141,22 @@ class TritonKernels(Callback):
         if self._wanted("rms_norm", self.rms_norm, RMS_NORM_ON_CUDA or without_libraries, device):
             self._verify("RMSNorm", verify_rms_norm, device)
             swap_rms_norms(module, self._swaps, self.backend, without_libraries and self.rms_norm == "auto")
+        self._swap_parts(module, device)
         if without_libraries:
             self._leave_libraries(module, device)
             return
         if self.triton_only:
             self._decided.append(f"triton_only: there is no Triton on {device.type}, or backend={self.backend!r}")
         self._choose_attention(device)
+
+    def _swap_parts(self, module: nn.Module, device: torch.device) -> None:
+        """Kernels that are off unless asked for, and not worth a line in the report then."""
+        for choice, on_cuda, swap in (
+            (self.gated_product, GATED_PRODUCT_ON_CUDA, swap_gated_mlps),
+            (self.layer_norm, LAYER_NORM_ON_CUDA, swap_layer_norms),
+        ):
+            if choice is True or (choice == "auto" and on_cuda and device.type == "cuda"):
+                swap(module, self._swaps, self.backend)
 
     def _leave_libraries(self, module: nn.Module, device: torch.device) -> None:
         """What else calls a library: compiled GEMMs, attention, linear layers."""

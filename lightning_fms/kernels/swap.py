@@ -40,6 +40,8 @@ class Swaps:
 
     heads: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)
+    gated: list[str] = field(default_factory=list)
+    layer_norms: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     _modules: list[nn.Module] = field(default_factory=list)
 
@@ -48,8 +50,10 @@ class Swaps:
         """Whether a module is swapped now."""
         return bool(self._modules)
 
-    def add(self, module: nn.Module, forward: Any) -> None:
-        """Let `forward(module, ...)` run instead of the module's own."""
+    def add(self, module: nn.Module, forward: Any, state: Any = None) -> None:
+        """Let `forward(module, ...)` run instead of the module's own; `state_of(module)` gives it the `state`."""
+        if state is not None:
+            module.__dict__[_STATE] = state
         module.forward = types.MethodType(forward, module)
         self._modules.append(module)
 
@@ -62,6 +66,11 @@ class Swaps:
 
 
 _STATE = "_lightning_fms_kernel"  # plain attribute of a swapped module: what its forward needs
+
+
+def state_of(module: nn.Module) -> Any:
+    """What a swapped module's forward needs."""
+    return module.__dict__[_STATE]
 
 
 def is_swapped(module: nn.Module) -> bool:

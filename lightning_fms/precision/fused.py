@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fms.precision.gated_mlp import GatedMLP, find_gated_mlp
+from lightning_fms.gated_mlp import GatedMLP, find_gated_mlp
 from lightning_fms.precision.row_scaled import QuantizedWeight, empty_weight, gated_mlp, linear, quantize_weight
 from lightning_fms.precision.selection import GRANULE, Decision
 

@@ -19,9 +19,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from lightning_fms.distributed import FSDPCompileStrategy
+from lightning_fms.gated_mlp import GatedMLP, find_gated_mlp
 from lightning_fms.precision import fused
 from lightning_fms.precision.fused import FusedGatedMLP, FusedWeights
-from lightning_fms.precision.gated_mlp import GatedMLP, find_gated_mlp
 from lightning_fms.precision.quantize_rows import quantize_rows
 from lightning_fms.precision.recipes import Recipe
 from lightning_fms.precision.row_scaled import gated_mlp, linear, quantize_weight, weight_gradient
