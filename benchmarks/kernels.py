@@ -1,6 +1,6 @@
 """Fused kernels against eager, `torch.compile` and Liger (where it is installed) on one CUDA GPU, forward + backward.
 
-    python benchmarks/kernels.py            all tables with the tuning grids, under two minutes
+    python benchmarks/kernels.py            all tables with the tuning grids, about three minutes
     python benchmarks/kernels.py --quick    correctness and one row each, a few seconds
 
 Times are medians over repetitions that find their inputs in memory, not in L2, gradients set to None before each. 'as called':
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fused_rows import table as fused_table
 from torch import Tensor
 
 import lightning_fms.kernels  # noqa: F401 (registers the operations)
@@ -26,6 +27,7 @@ from lightning_fms.kernels.verify import verify_linear_cross_entropy, verify_rms
 
 ROWS = sys.modules["lightning_fms.kernels.cross_entropy_rows"]
 LCE = sys.modules["lightning_fms.kernels.linear_cross_entropy"]
+MATMUL = sys.modules["lightning_fms.kernels.matmul"]
 NORM = sys.modules["lightning_fms.kernels.rms_norm"]
 DEVICE = torch.device("cuda")
 TOKENS, DIM, VOCAB = 8192, 4096, 128256
@@ -302,6 +304,45 @@ def norm_grid(leaves: Sequence[Tensor], upstream: Tensor) -> None:
             print(f"backward warps={warps:2d} programs per SM={per_sm} {ms * 1e3:7.1f} us")
 
 
+# ---- the head's GEMMs by Triton -------------------------------------------------------------------------------------
+
+
+def matmul_table(quick: bool) -> None:
+    print(f"\nGEMMs of the head, 2048 tokens x {DIM} -> {VOCAB}, bf16: cuBLAS, ours (tiles measured at the first call)")
+    hidden, logits = (torch.randn(2048, n, device=DEVICE, dtype=torch.bfloat16) for n in (DIM, VOCAB))
+    weight = torch.randn(VOCAB, DIM, device=DEVICE, dtype=torch.bfloat16)
+    cases = {
+        "logits": (hidden, weight.t(), torch.empty_like(logits), False),
+        "d hidden": (logits, weight, torch.empty_like(hidden), False),
+        "d weight": (logits.t(), hidden, torch.empty_like(weight), False),
+        "d weight, added": (logits.t(), hidden, torch.zeros_like(weight), True),
+        "d weight, added in fp32": (logits.t(), hidden, torch.zeros_like(weight, dtype=torch.float32), True),
+    }
+    for name, (left, right, out, add) in list(cases.items())[: 1 if quick else None]:
+
+        def ours(left=left, right=right, out=out, add=add) -> None:
+            MATMUL.matmul_into(left, right, out, add)
+
+        def library(left=left, right=right, out=out, add=add) -> None:
+            if out.dtype != left.dtype:
+                torch.ops.aten.addmm.dtype_out(out, left, right, out.dtype, out=out)
+            elif add:
+                out.addmm_(left, right)
+            else:
+                torch.mm(left, right, out=out)
+
+        ours()
+        library()
+        theirs, mine = median_ms(library, 7), median_ms(ours, 7)
+        tiles = next(reversed(MATMUL._chosen.values()))
+        flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
+        print(
+            f"{name:24s} cuBLAS {theirs:7.3f} ms   ours {mine:7.3f} ms = {flops / mine / 1e9:4.0f} TFLOP/s, "
+            f"{theirs / mine:.2f}x of cuBLAS's speed, {tuple(tiles)}",
+            flush=True,
+        )
+
+
 def correctness() -> None:
     verify_linear_cross_entropy(DEVICE, "triton")
     verify_rms_norm(DEVICE, "triton")
@@ -343,6 +384,8 @@ def main() -> None:
     correctness()
     linear_cross_entropy_table(quick)
     rms_norm_table(quick)
+    fused_table(median_ms, quick)
+    matmul_table(quick)
     if not quick:
         rows_kernel_table()
         weight_gradient_errors()

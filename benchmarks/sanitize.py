@@ -12,7 +12,8 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # else an access b
 import torch
 
 from lightning_fms.distributed.one_pass import Settings, Tables, Tensors, adam_step
-from lightning_fms.kernels import linear_cross_entropy, rms_norm
+from lightning_fms.kernels import gated_product, layer_norm, linear_cross_entropy, rms_norm, rotary
+from lightning_fms.kernels.matmul import matmul_into
 from lightning_fms.precision.quantize_rows import quantize_rows
 from lightning_fms.precision.swiglu_rows import swiglu_rows, swiglu_rows_backward
 from lightning_fms.precision.transpose_rows import transpose_rows
@@ -41,6 +42,27 @@ def norms() -> None:
         rms_norm(x, weight, 1e-6).sum().backward()
 
 
+def fused() -> None:
+    """Odd widths, views whose rows are apart, partial rotary embedding of both layouts."""
+    for width in (33, 1000, 4100):
+        gate, up = randn(37, 2 * width).requires_grad_().chunk(2, dim=1)
+        gated_product(gate, up, "gelu").sum().backward()
+        x, weight, bias = randn(37, 2 * width)[:, :width].requires_grad_(), randn(width), randn(width)
+        layer_norm(x, weight.requires_grad_(), bias.requires_grad_()).sum().backward()
+    table = torch.rand(1, 37, 5, device=DEVICE)
+    for interleaved in (False, True):
+        rotary(randn(2, 37, 3, 13).requires_grad_(), table, table, interleaved=interleaved).sum().backward()
+
+
+def gemms() -> None:
+    """Sizes that fit no tile, each layout of operands, an output that is added to and one whose rows are not aligned."""
+    for m, n, k in ((300, 200, 100), (1, 33, 7)):
+        for left in (randn(m, k), randn(k, m).t()):
+            for right in (randn(k, n), randn(n, k).t()):
+                for dtype in (torch.bfloat16, torch.float32):
+                    matmul_into(left, right, randn(m, n, dtype=dtype), accumulate=True)
+
+
 def fp8() -> None:
     """Odd rows and widths."""
     for rows, width in ((37, 100), (1, 33), (130, 4100)):
@@ -62,7 +84,7 @@ def optimizer() -> None:
 
 
 def main() -> int:
-    for part in (losses, norms, fp8, optimizer):
+    for part in (losses, norms, fused, gemms, fp8, optimizer):
         part()
         torch.cuda.synchronize()
         print(part.__name__, "done", flush=True)
