@@ -10,10 +10,12 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 import lightning as L
@@ -29,8 +31,10 @@ from lightning_fms.command_line import program
 from lightning_fms.config_check import MISSING, ConfigError, check_targets
 from lightning_fms.launch.process_group import JOB, RESTART, RUN_FILE
 from lightning_fms.launch.result import Result, objective_in, write_result
+from lightning_fms.launch.words import key_of
+from lightning_fms.lost_rank import is_lost_connection, watching
 from lightning_fms.ranks import agree, launcher
-from lightning_fms.resume import find_former, is_given, longer_command, resume_command, root_of
+from lightning_fms.resume import find_former, is_given, longer_command, resume_command
 from lightning_fms.run_folder import (
     Reservation,
     RunRecord,
@@ -42,6 +46,7 @@ from lightning_fms.run_folder import (
     saved,
     step_of,
 )
+from lightning_fms.trial_build import try_optimizer
 
 VOCAB = "model.net.vocab_size"
 # Arguments of the Trainer that have a group or a key of their own.
@@ -52,6 +57,10 @@ SUPPLIED = {
     "callbacks": "callbacks=<option>, or +callbacks.<name>._target_=<class>",
     "logger": "logger=<option>",
     "default_root_dir": "paths.root=<folder>",
+}
+NEEDED = {
+    "data.sources": "data.sources.<name>='<files, e.g. /corpus/*.jsonl>'",
+    "data.tokenizer": "data.tokenizer=<tokenizer.json>, or data.tokenizer=bytes",
 }
 # What Lightning tells every user at every start, and what a product would not show.
 _UNSHOWN_WARNINGS = (
@@ -105,7 +114,7 @@ def check(cfg: DictConfig) -> None:
     missing = [key for key in OmegaConf.missing_keys(cfg) if key != VOCAB]
     if missing:
         key = min(missing)
-        raise ConfigError(f"{key} is missing: give {key}=<value>")
+        raise ConfigError(f"{key} is missing: give {NEEDED.get(key, f'{key}=<value>')}")
     plain = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(plain, dict)
     # Others take values from these by interpolation; a mistake is reported where it was made.
@@ -123,6 +132,7 @@ def check(cfg: DictConfig) -> None:
     if cfg.get("objective_mode", "min") not in ("min", "max"):
         raise ConfigError(f"objective_mode={cfg.objective_mode}: give min, or max where more is better")
     _check_processes(cfg)
+    try_optimizer(plain.get("optimizer"), plain.get("scheduler"))
 
 
 def _follow_launcher(cfg: DictConfig) -> None:
@@ -221,18 +231,33 @@ def _fit(cfg: DictConfig, overrides: list[str], folder: Path, checkpoint: str | 
         module = lightning_module(cfg)
     trainer = _trainer(cfg, RunRecord(folder, cfg, overrides))
     started = time.monotonic()
-    try:
-        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint)
-    except SystemExit as stop:
-        if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning leaves with code 1.
-            raise Interrupted(_interrupted(trainer, cfg, folder)) from None
-        if stop.code and (line := _interrupted(trainer, cfg, folder, "stopped")):
-            print(f"fms-train: {line}", file=sys.stderr, flush=True)
-        raise
+    _until_the_end(trainer, cfg, folder, partial(trainer.fit, module, datamodule=datamodule, ckpt_path=checkpoint))
     seconds = time.monotonic() - started
     if trainer.is_global_zero:
-        print("\n".join(closing_lines(trainer, cfg, folder, seconds)), flush=True)
+        print("\n".join(closing_lines(trainer, cfg, overrides, folder, seconds)), flush=True)
     return _result(trainer, cfg, folder, seconds)
+
+
+def _until_the_end(trainer: L.Trainer, cfg: DictConfig, folder: Path, fit: Callable[[], None]) -> None:
+    """Train; where that is cut short from outside, say how to go on."""
+
+    def say(how: str) -> None:
+        if line := _interrupted(trainer, cfg, folder, how):
+            print(f"fms-train: {line}", file=sys.stderr, flush=True)
+
+    with watching(lambda: getattr(trainer.strategy.launcher, "procs", ()), say) as watch:
+        try:
+            fit()
+        except SystemExit as stop:
+            if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning leaves with code 1.
+                raise Interrupted(_interrupted(trainer, cfg, folder)) from None
+            if stop.code:
+                say("stopped")
+            raise
+        except RuntimeError as error:
+            if is_lost_connection(error) and not cfg.debug.traceback and watch.settles():
+                raise SystemExit(1) from None  # The watch has said which rank.
+            raise
 
 
 class Interrupted(KeyboardInterrupt):
@@ -246,7 +271,7 @@ def _interrupted(trainer: L.Trainer, cfg: DictConfig, folder: Path, how: str = "
         return f"{how} before the first step"
     kept = saved(folder)
     start = f"step {step_of(kept[0])}" if kept else "the start (no checkpoint was due yet)"
-    command = resume_command(cfg, folder, named=not kept)
+    command = resume_command(folder)
     return f"{how} at step {trainer.global_step}; go on from {start} with: {command}"
 
 
@@ -311,13 +336,16 @@ def _instances(group: DictConfig | None) -> Iterator[Any]:
             yield instantiate(node, _convert_="all")
 
 
-def closing_lines(trainer: L.Trainer, cfg: DictConfig, folder: Path, seconds: float) -> list[str]:
+def closing_lines(
+    trainer: L.Trainer, cfg: DictConfig, overrides: Sequence[str], folder: Path, seconds: float
+) -> list[str]:
     """What a run says at its end: results, where they are, and three commands to try."""
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.endswith("loss")}
     results = "".join(f", {name} {value:.4f}" for name, value in metrics.items())
-    experiment = HydraConfig.get().runtime.choices.get("experiment") if HydraConfig.initialized() else None
-    chosen = f"experiment={experiment} " if experiment else ""
-    root = f"{root_of(cfg)} ".lstrip()
+    swept = [
+        *(o for o in overrides if key_of(o) not in ("resume", "paths.run", "optimizer.lr")),
+        "optimizer.lr=1e-3,3e-3",
+    ]
     checkpoint = newest_checkpoint(folder)
     ended = [
         f"{trainer.global_step} steps, {seconds:.0f} s{results}",
@@ -331,8 +359,8 @@ def closing_lines(trainer: L.Trainer, cfg: DictConfig, folder: Path, seconds: fl
         "",
         "Next:",
         f"  tensorboard --logdir {folder if is_given(cfg, folder) else cfg.paths.root}",
-        f"  {longer_command(trainer, cfg, folder)}",
-        f"  {program()} -m {chosen}{root}optimizer.lr=1e-3,3e-3    # a sweep",
+        f"  {longer_command(trainer, folder)}",
+        f"  {program()} -m {join(swept)}    # a sweep",
     ]
 
 

@@ -3,6 +3,8 @@
 Loads neither Torch nor Lightning, since every start of every command comes through here.
 """
 
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +12,15 @@ from shlex import quote
 
 from hydra import compose, initialize_config_module
 from hydra._internal.utils import get_args_parser
-from omegaconf import DictConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_fms.config_check import ConfigError
 from lightning_fms.launch.jobs import Record, newest_sweep, read_record
 from lightning_fms.launch.words import flags_in, key_of, override_of, overrides_in, value_in
 
 _MULTIRUN = {"-m", "--multirun"}
+_SOURCE = re.compile(r"data\.sources\.([^.=+~]+)[.=]")
 
 
 def program() -> str:
@@ -31,13 +35,54 @@ def program() -> str:
 
 def paths_of(words: Sequence[str]) -> DictConfig:
     """The `paths` of a command line, before the rest of it is known."""
-    wanted = [o for o in overrides_in(words) if key_of(o) in ("paths", "name") or key_of(o).startswith("paths.")]
+    paths = _composed(
+        words, [o for o in overrides_in(words) if key_of(o) in ("paths", "name") or key_of(o).startswith("paths.")]
+    ).paths
+    assert isinstance(paths, DictConfig)
+    return paths
+
+
+def _composed(words: Sequence[str], wanted: Sequence[str]) -> DictConfig:
+    """The config of some overrides of a command line."""
     folder = get_args_parser().parse_known_args(list(words))[0].config_dir
     search = [f"hydra.searchpath=[{override_of('', f'file://{Path(folder).absolute()}')[1:]}]"] if folder else []
     with initialize_config_module("lightning_fms.conf", version_base="1.3"):
-        paths = compose("train", overrides=[*search, *wanted]).paths
-    assert isinstance(paths, DictConfig)
-    return paths
+        return compose("train", overrides=[*search, *wanted])
+
+
+def with_own_sources(words: Sequence[str]) -> list[str]:
+    """The words of a command line in which `data.sources.<name>=<path>` is enough to train on files of one's own.
+
+    Hydra refuses a name that the config does not have, and the default data has names of its own, which nobody wants mixed in.
+    So a new name takes their place, by `data=text`, with the bytes of the text as tokens where no tokenizer is named.
+
+    Args:
+        words: without the program's name; returned as they are where no new source is named.
+    """
+    named = {word: found[1] for word in overrides_in(words) if (found := _SOURCE.match(word))}
+    choices = [word for word in overrides_in(words) if key_of(word) in ("data", "experiment")]
+    if not named or any("," in word for word in choices):
+        return list(words)
+    try:
+        data = _composed(words, choices).data
+    except HydraException:  # Said better when all is composed.
+        return list(words)
+    there = set() if OmegaConf.is_missing(data, "sources") else set(data.get("sources") or ())
+    new = {word for word, name in named.items() if name not in there}
+    if not new or (there and value_in(words, "data") is not None):
+        return list(words)
+    instead: list[str] = []
+    if there:
+        instead = ["data=text", *([] if value_in(words, "data.tokenizer") else ["data.tokenizer=bytes"])]
+        _say_once(
+            f"trains on {', '.join(dict.fromkeys(named[w] for w in words if w in new))} alone: {' '.join(instead)}"
+        )
+    return [*flags_in(words), *instead, *(f"++{word}" if word in new else word for word in overrides_in(words))]
+
+
+def _say_once(text: str) -> None:
+    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
+        print(text, flush=True)
 
 
 def with_settings_of_sweep(words: Sequence[str]) -> list[str]:

@@ -20,9 +20,6 @@ from lightning_fms.launch.words import flags_in, key_of, override_of, overrides_
 from lightning_fms.ranks import agree
 from lightning_fms.run_folder import attempts, is_run, locate, newest_checkpoint, newest_run
 
-# The default of paths.root, which a command need not repeat.
-ROOT = "runs"
-
 
 def with_settings_of_run(words: Sequence[str]) -> list[str]:
     """The words of a command line with `resume=auto` behind those that the run was started with.
@@ -86,31 +83,25 @@ def _find_in(run: Path) -> dict[str, str | None]:
     return {"run": str(run) if is_run(run) else None, "checkpoint": str(checkpoint) if checkpoint else None}
 
 
-def resume_command(cfg: DictConfig, folder: Path, named: bool = False) -> str:
-    """What goes on with a run; `named` where it would not be found by itself."""
-    place = quote(override_of("paths.run", folder)) if named or is_given(cfg, folder) else root_of(cfg)
-    return f"{program()} resume=auto {place}".rstrip()
+def resume_command(folder: Path) -> str:
+    """What goes on with a run, whichever others there are by then."""
+    return f"{program()} resume=auto {quote(override_of('paths.run', folder))}"
 
 
-def longer_command(trainer: L.Trainer, cfg: DictConfig, folder: Path) -> str:
+def longer_command(trainer: L.Trainer, folder: Path) -> str:
     """What goes on with a run that has ended, with a word on what it does."""
     longer = f"trainer.max_steps={2 * max(trainer.max_steps, trainer.global_step)}"
     if trainer.max_steps < 1 and (trainer.max_epochs or 0) > 0:
         longer = f"++trainer.max_epochs={2 * (trainer.max_epochs or 1)}"
     more_devices = trainer.strategy.root_device.type == "cpu" or torch.cuda.device_count() > trainer.world_size
     if trainer.world_size > 1 or not more_devices:
-        return f"{resume_command(cfg, folder)} {longer}    # goes on where it ended"
-    return f"{resume_command(cfg, folder)} trainer.devices=2 {longer}    # goes on where it ended, on two processes"
+        return f"{resume_command(folder)} {longer}    # goes on where it ended"
+    return f"{resume_command(folder)} trainer.devices=2 {longer}    # goes on where it ended, on two processes"
 
 
 def is_given(cfg: DictConfig, folder: Path) -> bool:
     """Whether the user named a run's folder."""
     return folder.parent != Path(cfg.paths.root) / cfg.name
-
-
-def root_of(cfg: DictConfig) -> str:
-    """The override that says where runs are, empty where none is needed."""
-    return "" if cfg.paths.root == ROOT else quote(override_of("paths.root", cfg.paths.root))
 
 
 def _say(text: str) -> None:

@@ -19,10 +19,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_fms.command_line import with_settings_of_sweep
+from lightning_fms.command_line import with_own_sources, with_settings_of_sweep
 from lightning_fms.launch.jobs import JobFailed
 from lightning_fms.launch.report import closing
 from lightning_fms.launch.words import value_in
+from lightning_fms.lost_rank import is_lost_connection
 from lightning_fms.override_hints import explain
 
 CONFIG_PATH, CONFIG_NAME, VERSION_BASE = "pkg://lightning_fms.conf", "train", "1.3"
@@ -93,15 +94,22 @@ def _package(frame: FrameType) -> str:
 
 
 def report(error: Exception, with_traceback: bool = False, command: str = "fms-train") -> NoReturn:
-    """Say what went wrong, and exit: code 2 for a mistake in the config, 1 for one in code."""
+    """Say what went wrong, and exit: code 2 for a mistake in the config, 1 for one in code or a rank that is gone."""
+    if is_lost_connection(error) and not with_traceback:
+        print(f"{command}: rank {_rank()}: lost another rank, which says why if it could", file=sys.stderr, flush=True)
+        sys.exit(1)
     in_config = is_mistake_in_config(error)
     if with_traceback or not in_config:
         traceback.print_exception(error)
     if not in_config:
         sys.exit(1)
-    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
-    print(f"{command}: error{f' on rank {rank}' if rank != '0' else ''}: {one_line(error)}", file=sys.stderr)
+    place = f" on rank {_rank()}" if _rank() != "0" else ""
+    print(f"{command}: error{place}: {one_line(error)}", file=sys.stderr)
     sys.exit(2)
+
+
+def _rank() -> str:
+    return os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
 
 
 @hydra.main(config_path=CONFIG_PATH, config_name=CONFIG_NAME, version_base=VERSION_BASE)
@@ -150,14 +158,14 @@ def main() -> NoReturn:
 
 
 def _completed(words: list[str]) -> list[str]:
-    """A command line with the settings of what it goes on with."""
+    """A command line with the settings of what it goes on with, and with what a new source implies."""
     words = with_settings_of_sweep(words)
-    if set(words) & {"-m", "--multirun"} or value_in(words, "resume") != "auto":
-        return words
-    # Finding a run takes Torch too.
-    from lightning_fms.resume import with_settings_of_run  # noqa: PLC0415
+    if not set(words) & {"-m", "--multirun"} and value_in(words, "resume") == "auto":
+        # Finding a run takes Torch too.
+        from lightning_fms.resume import with_settings_of_run  # noqa: PLC0415
 
-    return with_settings_of_run(words)
+        words = with_settings_of_run(words)
+    return with_own_sources(words)
 
 
 if __name__ == "__main__":

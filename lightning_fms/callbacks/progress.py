@@ -1,9 +1,12 @@
 """What a run shows in the terminal: columns that can be read from across the room.
 
-A line every few steps stays on the screen, and so in a log file; on a terminal a live line below it follows in between,
-twice a second at most. Reading a loss from a device waits for the device, so values are read only for a line that is
-shown. Figures come from what other callbacks logged: a column without a figure stays empty. They are logged on logging
-steps only, so in between a line that stays leaves them out, and the live line says of which step they are.
+A line of the first step, and every few steps from there, stays on the screen, and so in a log file; on a terminal a live line
+below it follows in between, twice a second at most. Reading a loss from a device waits for the device, so values are read
+only for a line that is shown. Figures come from what other callbacks logged: a column without a figure stays empty. They are
+logged on logging steps only, so in between a line that stays leaves them out, and the live line says of which step they are.
+
+The wait for data is measured here: the share of the time since the line before that the host spent asking for the next batch,
+between two batches with neither a save nor a validation.
 """
 
 import sys
@@ -12,12 +15,15 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 
 from lightning_fms.callbacks.cadence import StepClock, logging_due
+from lightning_fms.callbacks.peaks import peak_of
 
 REFRESH_SECONDS = 0.5
+DATA_WAIT = "data_wait"
 
 
 def short_count(number: float) -> str:
@@ -42,9 +48,18 @@ COLUMNS: tuple[Column, ...] = (
     ("lr", 10, "lr", "{:.2e}".format),
     ("grad norm", 11, "grad_norm", "{:.3g}".format),
     ("tokens/s", 10, "tokens_per_second", short_count),
-    ("memory", 11, "memory_gib", "{:.2f} GiB".format),
+    ("TFLOP/s", 9, "tflops_per_device", "{:.3g}".format),
     ("MFU", 8, "mfu", "{:.1%}".format),
+    ("memory", 11, "memory_gib", "{:.2f} GiB".format),
+    ("data wait", 11, DATA_WAIT, "{:.1%}".format),
 )
+
+
+def columns_for(device: torch.device) -> tuple[Column, ...]:
+    """The columns that can have a figure on a device, and say something."""
+    hidden = {"mfu"} if peak_of(device) is None else set()
+    hidden |= {"tflops_per_device"} if device.type != "cuda" else set()
+    return tuple(column for column in COLUMNS if column[2] not in hidden)
 
 
 def render(step: int, metrics: dict[str, float], left: float | None, columns: tuple[Column, ...]) -> str:
@@ -55,7 +70,9 @@ def render(step: int, metrics: dict[str, float], left: float | None, columns: tu
 
 
 class Progress(ProgressBar):
-    """Step, loss, learning rate, gradient norm, tokens/s, memory, MFU where it is known, time left.
+    """Step, loss, learning rate, gradient norm, tokens/s, memory, wait for data, time left.
+
+    On GPUs also TFLOP/s of each, and MFU where the peak is known.
 
     Args:
         every_n_steps: optimizer steps between two lines that stay. 20: seldom enough that reading the loss costs
@@ -75,6 +92,8 @@ class Progress(ProgressBar):
         self._shown = 0.0
         self._live = 0
         self._columns: tuple[Column, ...] = ()
+        self._ended: float | None = None  # the last batch, while nothing else than a wait for data followed
+        self._waited, self._line_at = 0.0, 0.0
 
     def disable(self) -> None:
         """Lightning calls this on every rank but the first."""
@@ -92,26 +111,44 @@ class Progress(ProgressBar):
         """The head of the table."""
         self._clock.start(trainer)
         self._first, self._shown = None, 0.0
-        hidden = set() if trainer.strategy.root_device.type == "cuda" else {"mfu"}
-        self._columns = tuple(column for column in COLUMNS if column[2] not in hidden)
+        self._ended, self._waited, self._line_at = None, 0.0, time.monotonic()
+        self._columns = columns_for(trainer.strategy.root_device)
         titles = "".join(f"{title:>{width}}" for title, width, _, _ in self._columns)
         self._line(f"{'step':>9}{titles}{'left':>10}")
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The batch is there."""
+        if self._ended is not None:
+            self._waited += time.monotonic() - self._ended
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """What goes on is no wait for data."""
+        self._ended = None
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """What goes on is no wait for data."""
+        self._ended = None
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A line every `every_n_steps`; on a terminal a live one in between."""
+        """A line of the first step and every `every_n_steps`; on a terminal a live one in between."""
+        self._ended = now = time.monotonic()
         if not (self._clock.ended_step(trainer) and self._enabled):
             return
-        now = time.monotonic()
-        if self._first is None:
-            self._first = (trainer.global_step, now)
         stays = trainer.global_step % self.every_n_steps == 0 or trainer.global_step == trainer.max_steps
+        if self._first is None:
+            self._first, stays = (trainer.global_step, now), True
         if not stays and not (self._terminal() and now - self._shown >= REFRESH_SECONDS):
             return
         self._shown = now
         fresh = logging_due(trainer)
         metrics = metrics_of(trainer, outputs, logged=fresh or not stays)
+        metrics[DATA_WAIT] = self._waited / max(now - self._line_at, 1e-9)
+        if stays:
+            self._waited, self._line_at = 0.0, now
         row = render(trainer.global_step, metrics, self._left(trainer, now), self._columns)
         self._line(row) if stays else self._live_line(row + ("" if fresh else _of_step(trainer)))
 

@@ -24,7 +24,7 @@ class WarmupCosine(LambdaLR):
 
     Args:
         optimizer: whose rates are scaled.
-        warmup_steps: optimizer steps until the peak rate; 0 starts at the peak.
+        warmup_steps: optimizer steps until the peak rate; 0 starts at the peak. `None` = 100, or a tenth of a shorter schedule.
         total_steps: optimizer steps until the rate is at `final_fraction`; it stays there.
         final_fraction: of the peak rate. 0.1 as in Llama.
 
@@ -32,7 +32,14 @@ class WarmupCosine(LambdaLR):
         ValueError: if the warm-up does not end before the schedule, or `final_fraction` is outside [0, 1].
     """
 
-    def __init__(self, optimizer: Optimizer, warmup_steps: int, total_steps: int, final_fraction: float = 0.1) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_steps: int | None = None,
+        total_steps: int = 1000,
+        final_fraction: float = 0.1,
+    ) -> None:
+        warmup_steps = min(100, total_steps // 10) if warmup_steps is None else warmup_steps
         if not 0 <= warmup_steps < total_steps:
             raise ValueError(
                 f"{warmup_steps=} is not below {total_steps=}: warm-up must end before the schedule does; lower warmup_steps "

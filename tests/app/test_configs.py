@@ -11,7 +11,6 @@ from omegaconf import DictConfig, OmegaConf
 import lightning_fms.conf
 from lightning_fms.app import check, devices_asked
 from lightning_fms.config_check import ConfigError
-from lightning_fms.resume import ROOT
 
 CONF = Path(str(files(lightning_fms.conf)))
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -67,7 +66,7 @@ def test_a_group_that_the_model_does_without_can_be_left_out() -> None:
 
 
 def test_a_command_need_not_repeat_the_default_folder() -> None:
-    assert composed().paths.root == ROOT
+    assert composed().paths.root == "runs"
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -113,7 +112,7 @@ def test_an_experiment_begins_with_the_command_that_runs_it(experiment: str) -> 
 
 
 def test_what_the_user_must_give_is_asked_for_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"data\.sources is missing: give data\.sources=<value>"):
+    with pytest.raises(ConfigError, match=r"data\.sources is missing: give data\.sources\.<name>="):
         check(composed("experiment=llama_1b"))
 
 

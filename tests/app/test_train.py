@@ -1,13 +1,14 @@
 """`fms-train`: a run and what it leaves, resuming it, and mistakes that leave nothing."""
 
+import os
 import re
 import signal
 from pathlib import Path
 from shutil import rmtree
 
 import pytest
-from app_runs import SHORT, call, start
-from lightning.pytorch import LightningModule
+from app_runs import SHORT, Interrupting, call, start
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -39,7 +40,8 @@ def test_a_run_trains_shows_and_keeps_everything(monkeypatch, capsys) -> None:
         "val_loss",
         "def ",
         "Next:",
-        "fms-train resume=auto",
+        "        1   ",
+        "fms-train resume=auto paths.run=runs/quickstart/001 trainer.devices=2",
         "tensorboard --logdir runs",
     ):
         assert shown in out
@@ -88,6 +90,17 @@ def test_what_a_run_chose_need_not_be_chosen_again(monkeypatch, capsys) -> None:
     assert "goes on from runs/mine/007/checkpoints/step-6" in capsys.readouterr().out
 
 
+def test_a_path_is_enough_to_train_on_own_text(monkeypatch, capsys) -> None:
+    Path("texts.jsonl").write_text('{"text": "some words"}\n' * 200)
+    short = [o for o in SHORT if not o.startswith(("experiment", "callbacks.sample", "data.val", "scheduler"))]
+    assert call(monkeypatch, "data.sources.mine=texts.jsonl", "trainer.accelerator=cpu", *short) == 0
+    out = capsys.readouterr().out
+    assert "trains on mine alone: data=text data.tokenizer=bytes" in out
+    assert "source mine: 1 files" in out
+    assert call(monkeypatch, "resume=auto", "data.sources.mine=texts.jsonl", "trainer.max_steps=5") == 0
+    assert "goes on from runs/train/001/checkpoints/step-4" in capsys.readouterr().out
+
+
 def test_a_run_leaves_what_it_came_to(monkeypatch, capsys) -> None:
     assert call(monkeypatch, *SHORT) == 0
     result = read_result(Path("runs/quickstart/001"))
@@ -129,6 +142,11 @@ def test_resume_from_a_path_makes_a_new_run(monkeypatch) -> None:
         (["data.seq_len=0"], "seq_len"),
         (["trainer.devices=2", "hydra/launcher=basic", "hydra.mode=MULTIRUN"], "leave out hydra/launcher=basic"),
         (["objective_mode=most"], "objective_mode=most: give min, or max"),
+        (["optimizer.lr=-1"], "optimizer.lr=-1: Invalid learning rate"),
+        (["optimizer.betas=[0.9,2]"], "optimizer.betas=[0.9, 2]: Invalid beta"),
+        (["scheduler.warmup_steps=9"], "scheduler.warmup_steps=9: warmup_steps=9 is not below total_steps=4"),
+        (["data=text"], "give data.sources.<name>='<files"),
+        (["data=text", "data.sources.web=."], "give data.tokenizer=<tokenizer.json>, or data.tokenizer=bytes"),
     ],
 )
 def test_a_mistake_is_one_line_exit_code_2_and_leaves_nothing(overrides, message, monkeypatch, capsys) -> None:
@@ -185,8 +203,10 @@ def test_the_closing_commands_go_on_with_this_run(monkeypatch, capsys) -> None:
     endless += ["trainer.max_steps=-1", "+trainer.max_epochs=1", "+data.steps_per_epoch=2", "scheduler.total_steps=10"]
     assert call(monkeypatch, *endless, "paths.root=elsewhere") == 0
     out = capsys.readouterr().out
-    assert "fms-train resume=auto paths.root=elsewhere trainer.devices=2 ++trainer.max_epochs=2 " in out
+    assert "fms-train resume=auto paths.run=elsewhere/quickstart/001 trainer.devices=2 ++trainer.max_epochs=2 " in out
     assert "tensorboard --logdir elsewhere" in out
+    assert "fms-train -m experiment=quickstart " in out
+    assert "paths.root=elsewhere optimizer.lr=1e-3,3e-3" in out
     assert call(monkeypatch, "resume=auto", "paths.root=elsewhere", "++trainer.max_epochs=2") == 0
     assert "elsewhere/quickstart/001/checkpoints/step-4" in capsys.readouterr().out
 
@@ -208,7 +228,7 @@ def interrupting(step: int) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        (3, "interrupted at step 3; go on from step 2 with: fms-train resume=auto"),
+        (3, "interrupted at step 3; go on from step 2 with: fms-train resume=auto paths.run=runs/quickstart/001"),
         (
             1,
             "interrupted at step 1; go on from the start (no checkpoint was due yet) with: "
@@ -246,6 +266,24 @@ def test_a_stop_by_a_signal_says_how_to_go_on(tmp_path: Path) -> None:
     found = re.fullmatch(r"fms-train: stopped at step (\d+); go on from step (\d+) with: fms-train resume=auto.*", line)
     assert found is not None, line
     assert found[1] == found[2]
+
+
+class Killing(Interrupting):
+    """The kernel, when memory is short."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
+        if trainer.global_step == self.step and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_rank_is_named_with_the_way_to_go_on_and_no_traceback(tmp_path: Path) -> None:
+    killing = ("+callbacks.own._target_=test_train.Killing", "+callbacks.own.step=3", "trainer.devices=2")
+    two = start(tmp_path, "-m", "lightning_fms.train", *SHORT, *killing, PYTHONPATH=str(HERE))
+    assert two.returncode == 1
+    assert two.stderr.splitlines() == [
+        "fms-train: rank 1 was killed by SIGKILL (out of host memory?) at step 3; go on from step 2 with: "
+        "fms-train resume=auto paths.run=runs/quickstart/001"
+    ]
 
 
 class Refusing(Callback):

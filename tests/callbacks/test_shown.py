@@ -1,15 +1,17 @@
 """Progress, sample, summary and checkpoints: what a user sees and keeps."""
 
 import io
+import time
 from functools import partial
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from callback_runs import Letters, RandomTokens, tiny_module, trainer
 
 from lightning_fms.callbacks import GradNorm, Memory, Progress, Sample, StepCheckpoint, Summary, Throughput
-from lightning_fms.callbacks.progress import short_count, short_time
+from lightning_fms.callbacks.progress import columns_for, short_count, short_time
 from lightning_fms.models import generate
 
 pytestmark = [
@@ -36,29 +38,30 @@ def shown(tmp_path: Any, stream: io.StringIO, *others: L.Callback, **changes: An
 
 def test_a_log_file_gets_one_line_every_n_steps_with_the_columns_named_above(tmp_path) -> None:
     head, *rows = shown(tmp_path, io.StringIO(), GradNorm(), Throughput(), Memory())
-    assert head.split() == ["step", "loss", "lr", "grad", "norm", "tokens/s", "memory", "left"]
-    assert [row.split()[0] for row in rows] == ["2", "4", "6"]
+    assert head.split() == ["step", "loss", "lr", "grad", "norm", "tokens/s", "memory", "data", "wait", "left"]
+    assert [row.split()[0] for row in rows] == ["1", "2", "4", "6"]
     assert len({len(row) for row in (head, *rows)}) == 1
     assert float(rows[0].split()[1]) == pytest.approx(3.4, abs=0.3)
-    assert rows[0].split()[2] == "1.00e-02"
+    assert rows[1].split()[2] == "1.00e-02"
 
 
 def test_columns_without_a_figure_stay_empty(tmp_path) -> None:
-    _, row, *_ = shown(tmp_path, io.StringIO())
-    assert len(row.split()) == 4  # step, loss, lr, left
+    _, first, row, *_ = shown(tmp_path, io.StringIO())
+    assert len(row.split()) == 5  # step, loss, lr, data wait, left
+    assert len(first.split()) == 4  # nothing to tell the time left from
 
 
 def test_figures_of_another_step_are_not_shown_beside_this_one(tmp_path, monkeypatch) -> None:
     changes = {"log_every_n_steps": 4, "max_steps": 8}
     _, *rows = shown(tmp_path, io.StringIO(), GradNorm(), Memory(), **changes)
-    # Step, loss of this micro-batch, lr, grad norm, memory, GiB, left.
-    assert {row.split()[0]: len(row.split()) for row in rows} == {"2": 4, "4": 7, "6": 4, "8": 7}
+    # Step, loss of this micro-batch, lr, grad norm, memory, GiB, data wait, left.
+    assert {row.split()[0]: len(row.split()) for row in rows} == {"1": 4, "2": 5, "4": 8, "6": 5, "8": 8}
     monkeypatch.setattr("lightning_fms.callbacks.progress.REFRESH_SECONDS", 0.0)
     stream = Terminal()
     shown(tmp_path, stream, GradNorm(), Memory(), **changes)
     live = {text.split()[0]: text.rstrip() for text in stream.getvalue().split("\r") if text.strip()}
     assert live["5"].endswith("(logged at step 4)")
-    assert "logged at" not in live["1"]
+    assert "logged at" not in live["3"]
 
 
 def test_the_loss_is_not_that_divided_for_accumulation(tmp_path) -> None:
@@ -70,7 +73,7 @@ def test_a_terminal_gets_a_live_line_that_leaves_nothing_behind(tmp_path, monkey
     monkeypatch.setattr("lightning_fms.callbacks.progress.REFRESH_SECONDS", 0.0)
     stream = Terminal()
     shown(tmp_path, stream, max_steps=5)
-    assert "\r        1" in stream.getvalue()
+    assert "\r        3" in stream.getvalue()
     assert stream.getvalue().endswith("\r") or stream.getvalue().endswith("\n")
 
 
@@ -78,7 +81,41 @@ def test_a_loss_is_read_only_for_a_line_that_is_shown(tmp_path, monkeypatch) -> 
     reads = []
     monkeypatch.setattr("lightning_fms.callbacks.progress.metrics_of", lambda *_, **__: reads.append(1) or {})
     shown(tmp_path, io.StringIO(), max_steps=20)
-    assert len(reads) == 10
+    assert len(reads) == 11  # the first step, and every second one
+
+
+class Slow(RandomTokens):
+    """Data that takes a while."""
+
+    def train_dataloader(self) -> Any:
+        for batch in super().train_dataloader():
+            time.sleep(0.05)
+            yield batch
+
+
+class Pause(L.Callback):
+    """So does a validation."""
+
+    def on_validation_start(self, *_: object) -> None:
+        time.sleep(0.5)
+
+
+def test_the_wait_for_data_is_shown_without_that_for_a_validation(tmp_path) -> None:
+    stream, options = io.StringIO(), {"max_steps": 4, "val_check_interval": 2, "limit_val_batches": 1}
+    trainer(tmp_path, Pause(), Progress(2, stream), **options).fit(tiny_module(), datamodule=Slow())
+    rows = [line.split() for line in stream.getvalue().splitlines() if "%" in line]
+    waited = {row[0]: float(cell[:-1]) for row in rows for cell in row if cell.endswith("%")}
+    assert waited["2"] > 50  # 0.05 s, and a step of milliseconds
+    assert waited["4"] < 30  # beside half a second
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "columns"),
+    [("cpu", "", set()), ("cuda", "NVIDIA H100 80GB HBM3", {"TFLOP/s", "MFU"}), ("cuda", "Brand new", {"TFLOP/s"})],
+)
+def test_mfu_is_shown_where_the_peak_is_known_and_tflops_on_gpus(device, name, columns, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: name)
+    assert {title for title, *_ in columns_for(torch.device(device))} & {"TFLOP/s", "MFU"} == columns
 
 
 def test_validation_gets_a_line_of_its_own(tmp_path) -> None:

@@ -61,6 +61,12 @@ def test_the_scheduler_is_stepped_by_the_step() -> None:
     assert rates[10:] == pytest.approx([0.001, 0.001])
 
 
+def test_the_warm_up_is_a_tenth_of_a_short_schedule() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    first = [WarmupCosine(optimizer, total_steps=steps).get_last_lr()[0] for steps in (2, 50, 5000)]
+    assert first == pytest.approx([1, 1 / 5, 1 / 100])  # of 0, 5 and 100 steps
+
+
 def test_the_schedule_is_refused_when_its_warm_up_does_not_end() -> None:
     assert cosine_multiplier(5, 0, 10, 0.0) == pytest.approx(0.5)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
