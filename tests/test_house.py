@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TREE = Path(__file__).parents[1]
-OURS = ("lightning_fms", "hydra_plugins", "tests", "examples", "benchmarks")
+OURS = ("lightning_fms", "hydra_plugins", "tests", "examples", "benchmarks", "tools")
 MAX_FILE, MAX_FUNCTION = 400, 60
 # Longer with a reason: path::function, and why.
 LONG_FUNCTIONS: dict[str, str] = {}
