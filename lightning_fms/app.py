@@ -33,6 +33,7 @@ from lightning_fms.launch.process_group import JOB, RESTART, RUN_FILE
 from lightning_fms.launch.result import Result, objective_in, write_result
 from lightning_fms.launch.words import key_of
 from lightning_fms.lost_rank import is_lost_connection, watching
+from lightning_fms.override_hints import SUPPLIED
 from lightning_fms.ranks import agree, launcher
 from lightning_fms.resume import find_former, is_given, longer_command, resume_command
 from lightning_fms.run_folder import (
@@ -49,15 +50,6 @@ from lightning_fms.run_folder import (
 from lightning_fms.trial_build import try_optimizer
 
 VOCAB = "model.net.vocab_size"
-# Arguments of the Trainer that have a group or a key of their own.
-SUPPLIED = {
-    "strategy": "strategy=<option>",
-    "precision": "precision=<option>",
-    "plugins": "precision=<option>",
-    "callbacks": "callbacks=<option>, or +callbacks.<name>._target_=<class>",
-    "logger": "logger=<option>",
-    "default_root_dir": "paths.root=<folder>",
-}
 NEEDED = {
     "data.sources": "data.sources.<name>='<files, e.g. /corpus/*.jsonl>'",
     "data.tokenizer": "data.tokenizer=<tokenizer.json>, or data.tokenizer=bytes",
@@ -131,6 +123,12 @@ def check(cfg: DictConfig) -> None:
         )
     if cfg.get("objective_mode", "min") not in ("min", "max"):
         raise ConfigError(f"objective_mode={cfg.objective_mode}: give min, or max where more is better")
+    if not 0 <= cfg.seed < 2**32:
+        raise ConfigError(f"seed={cfg.seed}: give a whole number from 0 to {2**32 - 1}")
+    if (cfg.trainer.get("gradient_clip_val") or 0) < 0:
+        raise ConfigError(
+            f"trainer.gradient_clip_val={cfg.trainer.gradient_clip_val}: give a norm, or null to clip nothing"
+        )
     _check_processes(cfg)
     try_optimizer(plain.get("optimizer"), plain.get("scheduler"))
 
@@ -172,6 +170,9 @@ def devices_asked(trainer: DictConfig) -> int:
 
 
 def _check_processes(cfg: DictConfig) -> None:
+    devices = cfg.trainer.get("devices", "auto")
+    if OmegaConf.is_list(devices) and (cfg.trainer.get("accelerator") == "cpu" or not torch.cuda.is_available()):
+        raise ConfigError(f"trainer.devices={devices}: a CPU has no indices; give a number of processes")
     processes = devices_asked(cfg.trainer) * cfg.trainer.get("num_nodes", 1)
     if cfg.trainer.get("num_nodes", 1) > 1 and launcher() is None:
         raise ConfigError(
@@ -190,7 +191,10 @@ def _check_processes(cfg: DictConfig) -> None:
 def _reserve(cfg: DictConfig, reserved: list[Reservation]) -> str:
     """Make the run's folder, and note what is to be undone if nothing is trained."""
     if OmegaConf.is_missing(cfg.paths, "run"):
-        reserved.append(reserve(Path(cfg.paths.root), cfg.name))
+        try:
+            reserved.append(reserve(Path(cfg.paths.root), cfg.name))
+        except OSError as error:
+            raise ConfigError(f"paths.root={cfg.paths.root}: no folder can be made there ({error.strerror})") from None
     else:
         restarted = os.environ.get(RESTART, "0") != "0"
         reserved.append(reserve_given(Path(cfg.paths.run), resume=cfg.resume == "auto" or restarted))

@@ -116,7 +116,7 @@ def _sweep_meant(words: Sequence[str]) -> Record | None:
     """The sweep that `resume=<folder of a sweep>` means, or `-m resume=auto`."""
     said = value_in(words, "resume")
     if said != "auto":
-        return read_record(Path(said)) if said else None
+        return read_record(Path(said)) if said and Path(said).is_dir() else None
     if not set(words) & _MULTIRUN:
         return None
     given = value_in(words, "hydra.sweep.dir")

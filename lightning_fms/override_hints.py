@@ -5,17 +5,28 @@ it, a link to a grammar. Here the same mistakes get the key that was meant, or t
 """
 
 import difflib
+import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 _REFUSED = re.compile(r"Could not override '([^']+)'")
+# Arguments of the Trainer that have a group or a key of their own.
+SUPPLIED = {
+    "strategy": "strategy=<option>",
+    "precision": "precision=<option>",
+    "plugins": "precision=<option>",
+    "callbacks": "callbacks=<option>, or +callbacks.<name>._target_=<class>",
+    "logger": "logger=<option>",
+    "default_root_dir": "paths.root=<folder>",
+}
 # Keys beside the groups.
 _PLAIN_KEYS = ("name", "seed", "resume", "meta_init", "objective", "objective_mode")
 
@@ -52,8 +63,24 @@ def _meant(key: str, overrides: Sequence[str], name: str) -> str:
         )
     if key in keys:
         return f"takes no other names than it has; add one by +{key}.<name>=<value>, remove one by ~{key}.<name>"
-    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+    group, _, argument = key.rpartition(".")
+    if group == "trainer" and argument in SUPPLIED:
+        return f"would have no effect: give {SUPPLIED[argument]}"
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.9)
+    if not near and argument in _arguments(OmegaConf.select(config, group) if group else None):
+        return f"the config leaves it at its default; +{key}=<value> sets it"
+    near = near or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
     return f"no such key; did you mean {near[0]}?" if near else f"no such key; +{key}=<value> would add it"
+
+
+def _arguments(node: Any) -> Collection[str]:
+    """What the target of a node takes; importing it can take seconds."""
+    if not isinstance(node, DictConfig) or "_target_" not in node:
+        return ()
+    try:
+        return inspect.signature(get_object(node["_target_"])).parameters
+    except Exception:  # No hint is worth another error.
+        return ()
 
 
 def _chooses_group(override: str) -> bool:

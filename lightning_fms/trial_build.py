@@ -30,7 +30,8 @@ def try_optimizer(optimizer: Any, scheduler: Any) -> None:
         return
     # A matrix: some optimizers take nothing else.
     built = _try("optimizer", optimizer, [torch.nn.Parameter(torch.zeros(1, 1))])
-    if built is not None and _is_tried(scheduler):
+    endless = isinstance(scheduler, Mapping) and scheduler.get("total_steps") == -1  # a plan finds its length later
+    if built is not None and _is_tried(scheduler) and not endless:
         _try("scheduler", scheduler, built)
 
 

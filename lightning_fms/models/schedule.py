@@ -40,6 +40,10 @@ class WarmupCosine(LambdaLR):
         final_fraction: float = 0.1,
     ) -> None:
         warmup_steps = min(100, total_steps // 10) if warmup_steps is None else warmup_steps
+        if total_steps < 1:
+            raise ValueError(
+                f"{total_steps=}: the schedule needs an end; give trainer.max_steps, or scheduler.total_steps"
+            )
         if not 0 <= warmup_steps < total_steps:
             raise ValueError(
                 f"{warmup_steps=} is not below {total_steps=}: warm-up must end before the schedule does; lower warmup_steps "

@@ -15,6 +15,8 @@ from lightning_fms.override_hints import explain
         ("Could not override 'zzzz'.", [], "+zzzz=<value> would add it"),
         ("mismatched input '='", ["resume=runs/step=6.ckpt"], "quotes around it: \"resume='runs/step=6.ckpt'\""),
         ("Could not override 'data.seqlen'.", ["resume=auto", "data=text"], "did you mean data.seq_len?"),
+        ("Could not override 'trainer.limit_train_batches'.", [], "+trainer.limit_train_batches=<value> sets it"),
+        ("Could not override 'trainer.precision'.", [], "give precision=<option>"),
         ("something else", ["a=b"], "something else"),
     ],
 )  # fmt: skip
