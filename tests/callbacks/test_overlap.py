@@ -120,7 +120,7 @@ def test_a_validation_is_left_out_and_a_run_too_short_says_so(device, tmp_path, 
     trainer(tmp_path, seen, asked, **options).fit(tiny_module(), datamodule=RandomTokens())
     assert asked.found is not None
     assert seen.profiled == [2, 4, 5], "begun at 2, dropped by the validation at 3, begun again"
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="lightning.pytorch")  # a run of the app in this process has silenced it
     trainer(tmp_path, short := Overlap(at_step=5, steps=2)).fit(tiny_module(), datamodule=RandomTokens())
     assert short.found is None
     assert "nothing was measured: 2 optimizer steps without a validation after step 5 are needed" in caplog.text
@@ -128,7 +128,7 @@ def test_a_validation_is_left_out_and_a_run_too_short_says_so(device, tmp_path, 
 
 
 def test_without_gpus_it_says_why_nothing_is_measured(tmp_path, caplog) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="lightning.pytorch")  # a run of the app in this process has silenced it
     trainer(tmp_path, Overlap(at_step=1), max_steps=1).fit(tiny_module(), datamodule=RandomTokens())
     assert "overlap: nothing is measured: collectives on cpu" in caplog.text
 

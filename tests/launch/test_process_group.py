@@ -28,6 +28,7 @@ dist.init_process_group("gloo")
 rank = torch.tensor(dist.get_rank())
 dist.all_reduce(rank)
 print(int(rank), dist.is_torchelastic_launched(), *(os.environ[n] for n in ("TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE")))
+dist.destroy_process_group()  # else gloo's threads may still run when the interpreter is gone, and abort it
 """
 
 

@@ -104,4 +104,6 @@ def _read_index(listing: Listing) -> dict:
         raise ValueError(f"{path}: not a readable litdata index ({error})") from None
     if not isinstance(index, dict) or not index.get("chunks") or not isinstance(index.get("config"), dict):
         raise ValueError(f"{path}: not a litdata index with chunks; write the folder with litdata.optimize")
+    if not all(isinstance(chunk, dict) and isinstance(chunk.get("filename"), str) for chunk in index["chunks"]):
+        raise ValueError(f"{path}: not a readable litdata index (a chunk without filename); write the folder again")
     return index
