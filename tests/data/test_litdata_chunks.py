@@ -116,7 +116,10 @@ def test_an_index_that_is_none(folder: Path, tmp_path: Path) -> None:
         ('{"chunks": [', "not a readable litdata index"),
         ("[]", "not a litdata index with chunks"),
         ('{"chunks": [], "config": {}}', "not a litdata index with chunks"),
-        ('{"chunks": [{"filenbme": "chunk-0-0.bin"}], "config": {}}', r"not a readable litdata index \(a chunk without filename"),
+        (
+            '{"chunks": [{"filenbme": "chunk-0-0.bin"}], "config": {}}',
+            r"not a readable litdata index \(a chunk without filename",
+        ),
     ):
         (folder / "index.json").write_text(content)
         with pytest.raises(ValueError, match=rf"{folder}/index.json: {words}"):
