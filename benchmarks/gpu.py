@@ -1,4 +1,4 @@
-"""What each plugin brings on one GPU, beside a hand-written loop: one table, one process a row.
+"""What each plugin brings, beside a hand-written loop: one table, one process (or `--devices` of them) a row.
 
     python benchmarks/gpu.py --out results.json                                  # both shapes, ours and the peer's
     python benchmarks/gpu.py --shape 8b16 --variants peer:compile+cudnn kernels+fp8+cudnn --profile
@@ -76,7 +76,10 @@ def _in_process(
     result = arguments.work / "row.json"
     result.unlink(missing_ok=True)
     script = "peer_loop.py" if variant.startswith(PEER) else "trainer_run.py"
-    command = [sys.executable, str(HERE / script), shape, variant.removeprefix(PEER)]
+    command = [sys.executable]
+    if variant.startswith(PEER) and arguments.devices > 1:  # ours starts its processes itself
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.devices}"]
+    command += [str(HERE / script), shape, variant.removeprefix(PEER), "--devices", str(arguments.devices)]
     command += ["--tokenizer", str(tokenizer), "--row", str(result), "--device", arguments.device]
     command += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
     command += ["--profile"] if arguments.profile else []
@@ -139,6 +142,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             parser.error(f"variant {variant!r}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
         if peer and {"lce", "fsdp"} <= given:
             parser.error(f"variant {variant!r}: Liger's loss needs the head's whole weight, which fsdp shards")
+        if peer and arguments.devices > 1 and "fsdp" not in given:
+            parser.error(f"variant {variant!r}: --devices {arguments.devices} needs fsdp")
     if not 0 <= arguments.warmup < arguments.steps:
         parser.error(f"--warmup {arguments.warmup} leaves nothing of --steps {arguments.steps}")
     return arguments

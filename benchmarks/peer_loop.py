@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -63,7 +64,8 @@ def prepare(net: Llama, options: set[str], device: torch.device) -> None:
             block.attention_norm, block.ffn_norm = LigerRMSNorm(block.attention_norm), LigerRMSNorm(block.ffn_norm)
         net.norm = LigerRMSNorm(net.norm)
     if options & {"fp8", "rowwise"}:
-        _convert_to_fp8(net, "rowwise" if "rowwise" in options else "tensorwise", emulate=device.type == "cpu")
+        recipe = "rowwise" if "rowwise" in options else "tensorwise"
+        _convert_to_fp8(net, recipe, emulate=device.type == "cpu", gather="gather" in options)
     if "stream" in options:
         net.embedding.register_forward_hook(lambda module, inputs, x_BTD: x_BTD.bfloat16())
     if "compile" in options:
@@ -74,17 +76,22 @@ def prepare(net: Llama, options: set[str], device: torch.device) -> None:
         _shard(net, device)
 
 
-def _convert_to_fp8(net: Llama, recipe: str, emulate: bool) -> None:
+def _convert_to_fp8(net: Llama, recipe: str, emulate: bool, gather: bool) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415 (slow to import)
 
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = dataclasses.replace(config, emulate=emulate, enable_fsdp_float8_all_gather=gather)
     convert_to_float8_training(net, config=config, module_filter_fn=lambda layer, name: name != "head")
 
 
+def _precompute_scales(net: Llama) -> None:
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp  # noqa: PLC0415 (slow to import)
+
+    precompute_float8_dynamic_scale_for_fsdp(net)
+
+
 def _shard(net: Llama, device: torch.device) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh(device.type, (1,))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in net.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -115,11 +122,23 @@ def make_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
 
 
 def batches(shape: Shape, tokenizer: str, steps: int, device: torch.device) -> list[dict[str, Tensor]]:
-    """What our run streams, on the device in advance."""
-    loader = StreamLoader(**loader_arguments(shape, tokenizer))
+    """What our run streams to this rank, on the device in advance."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    loader = StreamLoader(**loader_arguments(shape, tokenizer, readers=world), rank=rank, world_size=world)
     return [
         {name: batch[name].to(device) for name in ("input_ids", "labels")} for batch in itertools.islice(loader, steps)
     ]
+
+
+def _join(device: torch.device) -> None:
+    """Join the ranks that torchrun started, or be the only one."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -127,6 +146,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     shape, options, device = SHAPES[arguments.shape], set(arguments.options.split("+")), torch.device(arguments.device)
     assert options <= PEER_OPTIONS.keys()
     settle(device)
+    if "fsdp" in options:
+        _join(device)
     net = shape.model()
     flops = count_train_flops(net).at(shape.seq_len)
     # A module's initial weights depend on its name, and in ours the model is `net` of the LightningModule.
@@ -149,6 +170,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             meter.phase("backward")
             torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
             optimizer.step()
+            if "gather" in options:
+                _precompute_scales(net)
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
             meter.step_done(loss.detach(), parameters, optimizer)
@@ -159,4 +182,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     given = measure_parser(__doc__).parse_args()
-    given.row.write_text(json.dumps(measure(given)))
+    row = measure(given)
+    if os.environ.get("RANK", "0") == "0":
+        given.row.write_text(json.dumps(row))

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -52,10 +53,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     flops = count_train_flops(module.net).at(shape.seq_len)
     meter = StepMeter(device, arguments.warmup, arguments.steps, arguments.profile)
     kernels = TritonKernels(backend="auto" if device.type == "cuda" else "reference")
-    fp8, strategy = _fp8(options, device), FSDPCompileStrategy()
+    tensor = 2 if "tensor" in options else 1
+    strategy = FSDPCompileStrategy(replicate=2 if "hsdp" in options else 1, tensor=tensor)
+    fp8 = _fp8(options, device)
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
-        devices=1,
+        devices=arguments.devices,
         max_steps=arguments.steps + arguments.profile,
         strategy=strategy,
         callbacks=[Metered(meter), *([kernels] if "kernels" in options else [])],
@@ -68,7 +71,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         **({"plugins": [fp8]} if fp8 else {"precision": "bf16-mixed"}),
     )
     workers = 2 if device.type == "cuda" else 0
-    data = RescalableDataModule(**loader_arguments(shape, arguments.tokenizer, arguments.seed), num_workers=workers)
+    text = loader_arguments(shape, arguments.tokenizer, arguments.seed, arguments.devices // tensor)
+    data = RescalableDataModule(**text, num_workers=workers)
     attention: AbstractContextManager = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if "cudnn" in options else nullcontext()
     with attention:
         trainer.fit(module, datamodule=data)
@@ -82,9 +86,12 @@ def _fp8(options: set[str], device: torch.device) -> FP8Precision | None:
     if not recipes:
         return None
     on_cpu = device.type == "cpu"  # there it proves that the run works, on layers that are all too small to gain
-    return FP8Precision(recipes[-1], emulate=on_cpu, keep_small=not (on_cpu or "small" in options))
+    gather = "gather" in options
+    return FP8Precision(recipes[-1], emulate=on_cpu, all_gather=gather, keep_small=not (on_cpu or "small" in options))
 
 
 if __name__ == "__main__":
     given = measure_parser(__doc__).parse_args()
-    given.row.write_text(json.dumps(measure(given)))
+    row = measure(given)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # the strategy starts the others
+        given.row.write_text(json.dumps(row))

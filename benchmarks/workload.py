@@ -18,19 +18,23 @@ from lightning_fms.models.llama import Llama
 from lightning_fms.models.schedule import WarmupCosine
 
 OPTIONS = {
-    "bf16": "nothing but FSDPCompileStrategy",
+    "bf16": "nothing but FSDPCompileStrategy, over all devices",
     "kernels": "TritonKernels",
     "fp8": "FP8Precision, tensorwise",
     "fused": "FP8Precision with that recipe",
     "rowwise": "FP8Precision with that recipe",
     "rowwise_gw_hp": "FP8Precision with that recipe",
     "small": "FP8 also where layers are small",
+    "gather": "FP8 tensorwise gathers weights in FP8",
+    "hsdp": "two copies of the model, each sharded over half of the devices",
+    "tensor": "matrices split between two neighbours, the rest sharded",
     "cudnn": "attention by cuDNN",
 }
 PEER_OPTIONS = {
     "plain": "nothing but autocast",
     "compile": "torch.compile of each block, the last norm and the loss",
-    "fsdp": "fully_shard on one rank with bf16 parameters and fp32 gradients, instead of autocast",
+    "fsdp": "fully_shard over all ranks with bf16 parameters and fp32 gradients, instead of autocast",
+    "gather": "with fsdp and fp8: weights are gathered in FP8, scales computed once a step",
     "stream": "residual stream in bf16; autocast alone leaves it in fp32",
     "cudnn": "attention by cuDNN",
     "fp8": "torchao tensorwise, all layers but the head",
@@ -63,6 +67,7 @@ class Shape:
 
 
 SHAPES = {
+    "8b": Shape(4096, 32, 32, 8, 14336, 128256, seq_len=8192, rows=2),
     "8b16": Shape(4096, 16, 32, 8, 14336, 128256, seq_len=8192, rows=1),
     "1b": Shape(2048, 16, 32, 8, 8192, 128256, seq_len=4096, rows=4),
     "8b16r2": Shape(4096, 16, 32, 8, 14336, 128256, seq_len=8192, rows=2),
@@ -76,14 +81,17 @@ warm_up = functools.partial(WarmupCosine, warmup_steps=10, total_steps=11, final
 CLIP_NORM = 1.0
 
 
-def loader_arguments(shape: Shape, tokenizer: str, seed: int = SEED) -> dict[str, Any]:
-    """For `StreamLoader` and `RescalableDataModule` alike: the same batches from both, with any number of workers."""
+def loader_arguments(shape: Shape, tokenizer: str, seed: int = SEED, readers: int = 1) -> dict[str, Any]:
+    """For `StreamLoader` and `RescalableDataModule` alike: the same batches from both, with any number of workers.
+
+    `readers`: data ranks, of which each gets the shape's rows.
+    """
     return {
         "sources": {"prose": PythonSource("docstrings"), "code": PythonSource("code")},
         "mixture": {"prose": 1, "code": 3},
         "tokenizer": tokenizer,
         "seq_len": shape.seq_len,
-        "global_batch_size": shape.rows,
+        "global_batch_size": shape.rows * readers,
         "seed": seed,
     }
 
@@ -142,4 +150,7 @@ def add_length(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps, warm-up included")
     parser.add_argument("--warmup", type=int, default=10, help="first steps that do not count")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument(
+        "--devices", type=int, default=1, help="processes, a GPU each; rows and tokens/s are those of one"
+    )
     parser.add_argument("--profile", action="store_true", help="explain one more step: kernels, idle time, memory")
