@@ -264,8 +264,9 @@ class FSDPCompileStrategy(SavingStrategy):
         self._micro_batch = (step, self._micro_batch[1] + 1 if self._micro_batch[0] == step else 0)
         if self._micro_batch[1] == 0:
             module = self.lightning_module
-            self._surroundings.before_step(module.trainer, module, self.optimizers, self._masters)
-            policy.free_gradients(self.lightning_module)
+            if self._surroundings.before_step(module.trainer, module, self.optimizers, self._masters):
+                self._invalidate()
+            policy.free_gradients(module)
         rng.seed_micro_batch(self._seed, *self._micro_batch, self.distributed_sampler_kwargs["rank"])
         self._in_training_step = True
         if not self.lightning_module.automatic_optimization:

@@ -62,15 +62,14 @@ class Surroundings:
 
     def before_step(
         self, trainer: Trainer, module: LightningModule, optimizers: Sequence[Any], masters: MasterWeights | None
-    ) -> None:
-        """Look around in each epoch's first step; refresh the copies of weights that may have been edited."""
+    ) -> bool:
+        """Look around in each epoch's first step; returns whether weights may have been edited since the last step."""
         first = self._epoch != trainer.current_epoch
         if first:
             self._epoch = trainer.current_epoch
             self._edits_possible = may_edit_weights(trainer, module)
             _choose_gradients(optimizers, masters, private=not shows_gradients(trainer, module))
-        if masters is not None and (first or self._edits_possible):
-            masters.invalidate()
+        return first or self._edits_possible
 
 
 def _choose_gradients(optimizers: Sequence[Any], masters: MasterWeights | None, private: bool) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -189,6 +190,29 @@ def test_accumulated_run_follows_bf16_and_rounds_weights_once_a_step(monkeypatch
         curves.append(losses.losses)
     assert 0 < max(abs(a - b) for a, b in zip(*curves, strict=True)) < 0.1
     assert len(rounded) == run.global_step == 4
+
+
+class Zeroes(L.Callback):
+    """Edits a weight as no version counter shows, and looks in the next step at what layers compute with."""
+
+    def __init__(self) -> None:
+        self.largest: list[float] = []
+
+    def on_before_backward(self, trainer: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
+        _, down = module.net.layers[0].ffn._fused_weights
+        self.largest.append(down.rows.float().abs().max().item())
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
+        module.net.layers[0].ffn.down_proj.weight.data.zero_()
+
+
+def test_an_edit_between_steps_reaches_the_fp8_weights() -> None:
+    looks = Zeroes()
+    strategy = FSDPCompileStrategy(compile=False)
+    run, _ = trainer(fp8=plugin("fused"), strategy=strategy, max_steps=2, callbacks=[looks])
+    run.fit(causal_lm(), DataLoader(Counting(), batch_size=4))
+    assert looks.largest[0] > 0
+    assert looks.largest[1] == 0
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
