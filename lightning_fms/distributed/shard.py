@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_fms.distributed.materialize import Materializer, on_meta
+from lightning_fms.fsdp_parameters import fsdp_parameters
 
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -215,9 +216,4 @@ def mark_changed(module: nn.Module, parameters: Collection[torch.Tensor] | None 
 
 
 def _fsdp_parameters(module: nn.Module, chosen: Collection[torch.Tensor] | None) -> Iterator[Any]:
-    for group in fsdp_modules(module):
-        state: Any = group._get_fsdp_state()
-        several = hasattr(state, "_fsdp_param_groups")  # not in torch 2.11
-        for held in state._fsdp_param_groups if several else [state._fsdp_param_group]:
-            if held is not None:
-                yield from (p for p in held.fsdp_params if chosen is None or p.sharded_param in chosen)
+    return (p for p in fsdp_parameters(module) if chosen is None or p.sharded_param in chosen)

@@ -259,23 +259,23 @@ class FSDPCompileStrategy(SavingStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch."""
-        assert self.lightning_module is not None
-        step = self.lightning_module.trainer.global_step
+        module = self.lightning_module
+        assert module is not None
+        step = module.trainer.global_step
         self._micro_batch = (step, self._micro_batch[1] + 1 if self._micro_batch[0] == step else 0)
         if self._micro_batch[1] == 0:
-            module = self.lightning_module
             if self._surroundings.before_step(module.trainer, module, self.optimizers, self._masters):
                 self._invalidate()
             policy.free_gradients(module)
         rng.seed_micro_batch(self._seed, *self._micro_batch, self.distributed_sampler_kwargs["rank"])
         self._in_training_step = True
-        if not self.lightning_module.automatic_optimization:
+        if not module.automatic_optimization:
             self._root.remember()
         try:
             return self._run_step("training_step", *args, **kwargs)
         finally:
             self._in_training_step = False
-            if not self.lightning_module.automatic_optimization:
+            if not module.automatic_optimization:
                 self._reshard()
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -383,8 +383,7 @@ class FSDPCompileStrategy(SavingStrategy):
         self._reshard()
         self._invalidate()
 
-    on_validation_start = on_test_start = on_predict_start = on_validation_end
-    on_test_end = on_predict_end = on_validation_end
+    on_validation_start = on_test_start = on_test_end = on_predict_start = on_predict_end = on_validation_end
 
     # ---- checkpoints, see `saving`
 

@@ -8,32 +8,19 @@ Idea: after a step, move the counter of each gathered weight whose shard this op
 keep theirs, so a graph through them can still run backward.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
+
+from lightning_fms.fsdp_parameters import fsdp_parameters
 
 
 def mark_changed(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Move the version counters of the gathered copies of `optimizer`'s parameters in `module`."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    gathered = [copy for shard, copy in _shards_and_copies(module) if id(shard) in stepped]
+    records = (p for p in fsdp_parameters(module) if hasattr(p, "_unsharded_param"))  # made by the first gather
+    gathered = [p._unsharded_param for p in records if id(p.sharded_param) in stepped]
     if gathered:
         torch.autograd.graph.increment_version(gathered)
-
-
-def _shards_and_copies(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    for child in module.modules():
-        if not isinstance(child, FSDPModule):
-            continue
-        state: Any = child._get_fsdp_state()
-        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        for group in filter(None, groups):
-            for param in group.fsdp_params:
-                if hasattr(param, "_unsharded_param"):  # made by the first gather
-                    yield param.sharded_param, param._unsharded_param
 
 
 __all__ = ["mark_changed"]

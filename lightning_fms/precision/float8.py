@@ -40,7 +40,8 @@ from lightning_fms.precision._torchao import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale_for_fsdp,
 )
-from lightning_fms.precision.selection import GRANULE, Decision
+from lightning_fms.precision.converted import check_tokens, converted_class
+from lightning_fms.precision.selection import Decision
 
 RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_with_gw_hp"}
 
@@ -70,12 +71,8 @@ class Float8Forward(Float8Linear):
             ValueError: when training on a number of tokens that is no multiple of 16.
         """
         weight_grad_in_fp8 = self.config.cast_config_input_for_grad_weight.scaling_type is not ScalingType.DISABLED
-        tokens = input.numel() // self.in_features
-        if torch.is_grad_enabled() and weight_grad_in_fp8 and tokens % GRANULE:
-            raise ValueError(
-                f"an FP8 layer got {tokens} tokens (input {tuple(input.shape)}): the GEMM of the weight gradient needs "
-                f"a multiple of {GRANULE}. Make rows x seq_len one, or use rowwise_gw_hp"
-            )
+        if weight_grad_in_fp8:
+            check_tokens(input)
         device = input.device.type
         if not torch.is_autocast_enabled(device):
             return super().forward(input)
@@ -83,16 +80,6 @@ class Float8Forward(Float8Linear):
         input = input.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             return super().forward(input)
-
-
-def _float8_class(plain: type[nn.Linear]) -> type[nn.Linear]:
-    """The FP8 class of a linear class, made once, so that the compiler sees one type and not one per layer."""
-    if plain not in _FLOAT8_CLASSES:
-        _FLOAT8_CLASSES[plain] = type(f"Float8{plain.__name__}", (Float8Forward, plain), {"plain_class": plain})
-    return _FLOAT8_CLASSES[plain]
-
-
-_FLOAT8_CLASSES: dict[type[nn.Linear], type[nn.Linear]] = {}
 
 
 def is_float8(module: nn.Module) -> bool:
@@ -144,13 +131,13 @@ def _convert_layer(linear: nn.Linear, config: Float8LinearConfig) -> None:
         linear.register_state_dict_post_hook(_plain_state)
         linear.register_load_state_dict_post_hook(_drop_scale)
     linear.__dict__.update(added, _added_by_float8=tuple(added))
-    linear.__class__ = _float8_class(type(linear))
+    linear.__class__ = converted_class(Float8Forward, type(linear))
 
 
 def restore(module: nn.Module) -> None:
     """Give every converted layer its plain class back; weights wrapped for FP8 all-gather stay converted."""
     for layer in _float8_layers(module):
-        if _wrapped(layer.weight) is None and type(layer) in _FLOAT8_CLASSES.values():
+        if _wrapped(layer.weight) is None and hasattr(layer, "plain_class"):
             layer.__class__ = type(layer).plain_class  # type: ignore[assignment]
             for key in layer.__dict__.pop("_added_by_float8"):
                 del layer.__dict__[key]

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fms.gated_mlp import GatedMLP, find_gated_mlp
+from lightning_fms.precision.converted import check_tokens, converted_class
 from lightning_fms.precision.row_scaled import QuantizedWeight, empty_weight, gated_mlp, linear, quantize_weight
-from lightning_fms.precision.selection import GRANULE, Decision
+from lightning_fms.precision.selection import Decision
 
 
 class FusedLayer(nn.Module):
@@ -32,12 +33,7 @@ class FusedLayer(nn.Module):
 
     def _rows(self, input: Tensor) -> tuple[Tensor, torch.dtype]:
         """(input as [N, D] in what it is rounded from, dtype of the result)."""
-        tokens = input.numel() // input.shape[-1]
-        if torch.is_grad_enabled() and tokens % GRANULE:
-            raise ValueError(
-                f"an FP8 layer got {tokens} tokens (input {tuple(input.shape)}): the GEMM of the weight gradient needs "
-                f"a multiple of {GRANULE}. Make rows x seq_len one, or use rowwise_gw_hp"
-            )
+        check_tokens(input)
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         return input.reshape(-1, input.shape[-1]), dtype
@@ -84,16 +80,6 @@ def _linear(mlp: nn.Module, name: str) -> nn.Linear:
     return layer
 
 
-_CLASSES: dict[type[nn.Module], type[FusedLayer]] = {}
-
-
-def _fused_class(plain: type[nn.Module], kind: type[FusedLayer]) -> type[FusedLayer]:
-    """The FP8 class of a class, made once, so that the compiler sees one type and not one per layer."""
-    if plain not in _CLASSES:
-        _CLASSES[plain] = type(f"Float8{plain.__name__}", (kind, plain), {"plain_class": plain})
-    return _CLASSES[plain]
-
-
 def convert(module: nn.Module, decisions: Sequence[Decision], emulate: bool) -> list[Decision]:
     """Convert the chosen layers of `module` in place, and the gated MLPs that they make up.
 
@@ -126,7 +112,7 @@ def convert(module: nn.Module, decisions: Sequence[Decision], emulate: bool) -> 
 
 def _convert(layer: nn.Module, kind: type[FusedLayer], emulate: bool) -> None:
     if not isinstance(layer, FusedLayer):
-        layer.__class__ = _fused_class(type(layer), kind)
+        layer.__class__ = converted_class(kind, type(layer))
         layer.__dict__.update(_fused_emulate=emulate, _fused_weights=None)
 
 

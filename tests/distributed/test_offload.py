@@ -21,6 +21,7 @@ from lightning_fms.distributed.compile import compile_blocks
 from lightning_fms.distributed.mesh import MeshShape, build_mesh
 from lightning_fms.distributed.offload import Offload, offload_blocks
 from lightning_fms.distributed.place import Settings, place
+from lightning_fms.fsdp_parameters import fsdp_groups
 
 CPU = torch.device("cpu")
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -132,9 +133,7 @@ class Gathers:
         self.seen: list[str] = []
         for name, group in module.named_modules():
             if isinstance(group, FSDPModule) and name.startswith("layers."):
-                state = group._get_fsdp_state()
-                several = hasattr(state, "_fsdp_param_groups")  # not in torch 2.11
-                (held,) = state._fsdp_param_groups if several else [state._fsdp_param_group]
+                (held,) = fsdp_groups(group)
                 held.unshard = self._before(f"gather {name[-1]}", held.unshard, held)
                 group.up.register_forward_pre_hook(lambda *_, name=name: self.seen.append(f"compute {name[-1]}"))
 
