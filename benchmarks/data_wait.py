@@ -27,7 +27,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
-from workload import CLIP_NORM, Shape, adamw, loader_arguments, settle, tokenizer_for, warm_up
+from workload import CLIP_NORM, ONLY_TRAIN, Shape, adamw, loader_arguments, settle, tokenizer_for, warm_up
 
 from lightning_fms.callbacks.straggler import Straggler
 from lightning_fms.callbacks.throughput import Throughput
@@ -96,12 +96,8 @@ def train(shape: Shape, tokenizer: str, workers: int, steps: int, device: torch.
         precision="bf16-mixed",
         callbacks=[kernels, Throughput(), Straggler(every_n_steps=every), in_loader],
         gradient_clip_val=CLIP_NORM,
-        logger=kept,
         log_every_n_steps=every,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **{**ONLY_TRAIN, "logger": kept},
     )
     module = CausalLM(shape.model(), adamw, warm_up)
     data = RescalableDataModule(**loader_arguments(shape, tokenizer), num_workers=workers)

@@ -22,6 +22,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA start
 import lightning as L
 import torch
 from torch import nn
+from workload import ONLY_TRAIN
 
 from lightning_fms.data import RescalableDataModule
 from lightning_fms.data.sources import PythonSource
@@ -60,11 +61,7 @@ def train(kind: str, device: str, steps: int, ckpt: Path | None = None, save: Pa
         callbacks=[losses, *kernels],
         gradient_clip_val=1.0,
         deterministic=True,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **ONLY_TRAIN,
         **(
             {"plugins": [FP8Precision("fused", emulate=device == "cpu", keep_small=False)]}
             if fp8

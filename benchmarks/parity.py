@@ -31,6 +31,7 @@ import lightning as L
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from workload import ONLY_TRAIN
 
 from lightning_fms.distributed import FSDPCompileStrategy
 from lightning_fms.distributed.mesh import MeshShape
@@ -103,11 +104,7 @@ def train(strategy: Any, world: int, rank: int, ranks: int, device: str, precisi
         max_steps=STEPS,
         accumulate_grad_batches=MICRO_BATCHES,
         gradient_clip_val=CLIP_NORM,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **ONLY_TRAIN,
     )
     trainer.fit(CausalLM(net, adamw), DataLoader(list(micro_batches(rank, ranks)), batch_size=None))
     return watch.curve

@@ -10,7 +10,7 @@ from step_meter import StepMeter
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from trainer_run import Metered
-from workload import CLIP_NORM, SEED, Shape, adamw, settle, warm_up
+from workload import CLIP_NORM, ONLY_TRAIN, SEED, Shape, adamw, settle, warm_up
 
 from lightning_fms.distributed import FSDPCompileStrategy
 from lightning_fms.kernels import TritonKernels
@@ -55,11 +55,7 @@ def train(
         precision="bf16-mixed",
         callbacks=[TritonKernels(backend="auto" if device == "cuda" else "reference"), Metered(meter), *callbacks],
         gradient_clip_val=CLIP_NORM,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **ONLY_TRAIN,
     )
     trainer.fit(CausalLM(shape.model(), adamw, warm_up), DataLoader(RandomTokens(shape, SEED + rank), batch_size=None))
     return meter

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from step_meter import StepMeter
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from workload import CLIP_NORM, OPTIONS, SHAPES, adamw, loader_arguments, measure_parser, settle, warm_up
+from workload import CLIP_NORM, ONLY_TRAIN, OPTIONS, SHAPES, adamw, loader_arguments, measure_parser, settle, warm_up
 
 from lightning_fms.callbacks.flops import count_train_flops
 from lightning_fms.data import RescalableDataModule
@@ -63,11 +63,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         strategy=strategy,
         callbacks=[Metered(meter), *([kernels] if "kernels" in options else [])],
         gradient_clip_val=CLIP_NORM,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **ONLY_TRAIN,
         **({"plugins": [fp8]} if fp8 else {"precision": "bf16-mixed"}),
     )
     workers = 2 if device.type == "cuda" else 0

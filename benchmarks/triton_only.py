@@ -44,7 +44,7 @@ def measure(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
     from synthetic_run import RandomTokens  # noqa: PLC0415
     from torch.utils.data import DataLoader  # noqa: PLC0415
     from trainer_run import Metered  # noqa: PLC0415
-    from workload import CLIP_NORM, SEED, SHAPES, adamw, settle, warm_up  # noqa: PLC0415
+    from workload import CLIP_NORM, ONLY_TRAIN, SEED, SHAPES, adamw, settle, warm_up  # noqa: PLC0415
 
     from lightning_fms.distributed import FSDPCompileStrategy  # noqa: PLC0415
     from lightning_fms.kernels import TritonKernels  # noqa: PLC0415
@@ -64,11 +64,7 @@ def measure(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
         precision="bf16-mixed",
         callbacks=[kernels, Metered(meter)],
         gradient_clip_val=CLIP_NORM,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **ONLY_TRAIN,
     )
     trainer.fit(CausalLM(shape.model(), adamw, warm_up), DataLoader(RandomTokens(shape, SEED), batch_size=None))
     return {**meter.row(shape.rows * shape.seq_len, 0.0), "report": kernels.report}

@@ -79,6 +79,14 @@ adamw = functools.partial(torch.optim.AdamW, lr=3e-4, betas=(0.9, 0.95), fused=T
 # Linear over 10 steps, then constant. Without it the loss of the first steps climbs to 26, and rows are hard to compare.
 warm_up = functools.partial(WarmupCosine, warmup_steps=10, total_steps=11, final_fraction=1.0)
 CLIP_NORM = 1.0
+# Of a Trainer that does nothing but train.
+ONLY_TRAIN: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+}
 
 
 def loader_arguments(shape: Shape, tokenizer: str, seed: int = SEED, readers: int = 1) -> dict[str, Any]:
