@@ -10,12 +10,16 @@ from typing import Any
 _EXIT_AFTER_S = 30
 
 
-def run_world(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_world(
+    function: Callable[..., Any], world: int, *args: Any, timeout: float = 120, start: str = "fork"
+) -> list[Any]:
     """Call `function(*args)` in `world` processes; return the results by rank.
+
+    `start="forkserver"` where backward runs in them: a test before may have started autograd's threads, which no fork survives.
 
     The function finds its rank in the environment. A failure in one rank ends all of them and shows its traceback.
     """
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(start)
     port = free_port()
     pipes, processes = [], []
     for rank in range(world):

@@ -1,4 +1,7 @@
-"""Worlds of gloo processes for tests, forked from the test process: what it has imported, they have."""
+"""Worlds of gloo processes for tests: imports happen once in a fork server, so a world of three costs a second.
+
+Not forked from the test process: a test before may have started autograd's threads in it, and then no fork can run backward.
+"""
 
 import fcntl
 import multiprocessing as mp
@@ -13,7 +16,8 @@ from typing import Any
 
 import pytest
 
-_CONTEXT = mp.get_context("fork")
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_fms.distributed.strategy"])
 TIMEOUT_S = 200
 
 

@@ -180,7 +180,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     folder.mkdir(exist_ok=True)
     with FileLock(folder / "lock"):
         if not (folder / "done").exists():
-            run_world(all_scenarios, WORLD, folder)
+            run_world(all_scenarios, WORLD, folder, start="forkserver")
             (folder / "done").touch()
     return folder
 
