@@ -27,7 +27,7 @@ from lightning_fms.planner.space import Configuration, enumerate_space
 from lightning_fms.planner.throughput import DAY, Work
 from lightning_fms.planning.jobs import Probed, probe, structure_of
 from lightning_fms.planning.plan import count_work, elsewhere, job_for, judged, with_activations
-from lightning_fms.planning.probe import Structure
+from lightning_fms.planning.subject import Structure
 
 MODELS = ("160m", "410m", "1b", "2_8b", "6_9b")
 GPUS = ("rtx3090", "a6000", "a100", "h100", "h200")

@@ -10,7 +10,8 @@ Dynamo is left out, too: forward is traced directly, once for all blocks of a cl
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +29,16 @@ from lightning_fms.planner.tracker import MemoryTracker, storage_key
 class Graphs:
     """Traced blocks, for all models of a process that are built under one fake mode.
 
+    Args:
+        attributes: names of attributes of modules that hold tensors which are neither parameters nor buffers.
+
     Attributes:
         tracker: counts what the graphs hold while they run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attributes: Sequence[str] = ()) -> None:
         self.tracker = MemoryTracker()
+        self.attributes = tuple(attributes)
         self._traced: dict[Any, Callable[..., Any]] = {}
 
     def fuse(self, blocks: Mapping[str, nn.Module]) -> None:
@@ -60,14 +65,18 @@ def _forward(
     leaves, layout = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     plain = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    key = (type(block), block.training, torch.is_grad_enabled(), tuple(map(_kind, [*state.values(), *tensors])), plain)
+    kept = [(part.__dict__, name) for part in block.modules() for name in graphs.attributes if name in part.__dict__]
+    kept_tensors, kept_layout = tree_flatten([held[name] for held, name in kept])
+    classes = tuple(type(part) for part in block.modules())  # a layer in FP8 has another class
+    kinds = tuple(map(_kind, [*state.values(), *tensors, *kept_tensors]))
+    key = (classes, block.training, torch.is_grad_enabled(), kinds, plain)
     if key not in traced:
 
-        def function(values: list[Tensor], inputs: list[Tensor]) -> Any:
+        def function(values: list[Tensor], inputs: list[Tensor], others: list[Any]) -> Any:
             left = iter(inputs)
             filled = [next(left) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             again_args, again_kwargs = tree_unflatten(filled, layout)
-            with _own_forward(block, eager):
+            with _own_forward(block, eager), _exchanged(kept, tree_unflatten(others, kept_layout)):
                 return functional_call(block, dict(zip(state, values, strict=True)), again_args, again_kwargs)
 
         traced[key] = aot_function(
@@ -77,7 +86,20 @@ def _forward(
             partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
             decompositions=select_decomp_table(),
         )
-    return traced[key](list(state.values()), tensors)
+    return traced[key](list(state.values()), tensors, kept_tensors)
+
+
+@contextmanager
+def _exchanged(kept: Sequence[tuple[dict[str, Any], str]], values: Sequence[Any]) -> Iterator[None]:
+    """Attributes with other values inside."""
+    before = [held[name] for held, name in kept]
+    try:
+        for (held, name), value in zip(kept, values, strict=True):
+            held[name] = value
+        yield
+    finally:
+        for (held, name), value in zip(kept, before, strict=True):
+            held[name] = value
 
 
 class _own_forward:
@@ -98,7 +120,9 @@ class _own_forward:
         self._block.__dict__.update(self._hooks)
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
+def _kind(tensor: Any) -> tuple[Any, ...] | None:
+    if not isinstance(tensor, Tensor):
+        return None
     return (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 

@@ -67,7 +67,6 @@ def measure(
         variants: which of `VARIANTS`.
     """
     _step(subject, rows, 1, lambda *names: None)
-    _use_gpu_defaults(subject.optimizers)
     found = {}
     with _phases(subject, tracker, period) as begin:
         for variant in (variants[0], *variants):
@@ -168,7 +167,7 @@ def _state(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _use_gpu_defaults(optimizers: Iterable[Optimizer]) -> None:
+def use_gpu_defaults(optimizers: Iterable[Optimizer]) -> None:
     """On a GPU an optimizer that is not fused takes lists of tensors at once, with temporary copies; here it would not."""
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         if group.get("foreach", False) is None and not group.get("fused"):

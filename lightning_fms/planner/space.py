@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 CHECKPOINTING = ("none", "selective", "full")
+FP8_RECIPES = ("fp8", "tensorwise", "rowwise", "rowwise_gw_hp", "fused")  # `fp8` is the option's own recipe
 SHARDINGS = ("none", "zero_1", "zero_2", "zero_3", "fsdp_grad_op", "fsdp_full")
 
 
@@ -43,7 +44,7 @@ class Configuration:
         reshard_after_forward: gather parameters again in backward.
         accumulate_without_reduce: hold whole gradients until the last micro-batch.
         cpu_offload: shards and optimizer in the host's memory.
-        precision: an option of the group `precision`.
+        precision: an option of the group `precision`, or a recipe of its option `fp8`.
         kernels: an option of the group `kernels`.
         micro_batch_size: rows that a device computes at once.
         micro_batches: how often, per optimizer step.
@@ -83,10 +84,17 @@ class Configuration:
             f"strategy.shard={self.shard}",
             f"strategy.activation_checkpointing={self.activation_checkpointing}",
             *(f"strategy.{flag}={str(getattr(self, flag)).lower()}" for flag in flags),
-            f"precision={self.precision}",
+            *precision_overrides(self.precision),
             f"kernels={self.kernels}",
             f"data.micro_batch_size={self.micro_batch_size}",
         ]
+
+
+def precision_overrides(precision: str) -> list[str]:
+    """What to give `fms-train` for an option of `precision`, or for a recipe of `fp8`."""
+    if precision in FP8_RECIPES and precision != "fp8":
+        return ["precision=fp8", f"precision.recipe={precision}"]
+    return [f"precision={precision}"]
 
 
 @dataclass(frozen=True)

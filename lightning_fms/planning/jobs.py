@@ -17,7 +17,7 @@ from typing import Any
 from lightning_fms.kernels.linear_cross_entropy import CHUNK_BYTES, NATIVE_CHUNKS, chunk_rows
 from lightning_fms.planner.memory import Grid, Outside, Prediction, predict, resharded
 from lightning_fms.planner.space import Configuration
-from lightning_fms.planning.probe import Structure
+from lightning_fms.planning.subject import Structure
 
 MOST_PROCESSES = 4
 

@@ -30,12 +30,12 @@ from lightning_fms.planner.hardware import Hardware
 from lightning_fms.planner.memory import GIB, Outside, Verdict
 from lightning_fms.planner.probe import keep_blocks
 from lightning_fms.planner.settings import PlanSettings
-from lightning_fms.planner.space import Configuration, enumerate_space
+from lightning_fms.planner.space import Configuration, enumerate_space, precision_overrides
 from lightning_fms.planner.throughput import Work, step_time
 from lightning_fms.planning.experiment import write_experiment
 from lightning_fms.planning.jobs import Probed, activation_bytes, prediction, probe, structure_of
 from lightning_fms.planning.measure import measured
-from lightning_fms.planning.probe import Structure
+from lightning_fms.planning.subject import Structure
 from lightning_fms.tables import table
 
 
@@ -177,9 +177,15 @@ def job_for(cfg: DictConfig, settings: PlanSettings, precisions: Sequence[str]) 
 
 def _option(cfg: DictConfig, group: str, option: str) -> Any:
     """An option of a group: as the user has it where it is the chosen one."""
-    if HydraConfig.initialized() and HydraConfig.get().runtime.choices.get(group) == option:
-        return OmegaConf.to_container(cfg[group], resolve=True)
-    return OmegaConf.to_container(compose("train", overrides=[f"{group}={option}"])[group], resolve=True)
+    overrides = precision_overrides(option) if group == "precision" else [f"{group}={option}"]
+    chosen = overrides[0].partition("=")[2]
+    if HydraConfig.initialized() and HydraConfig.get().runtime.choices.get(group) == chosen:
+        own = cfg[group].copy()
+        for override in overrides[1:]:
+            key, _, value = override.removeprefix(f"{group}.").partition("=")
+            own[key] = value
+        return OmegaConf.to_container(own, resolve=True)
+    return OmegaConf.to_container(compose("train", overrides=overrides)[group], resolve=True)
 
 
 def with_activations(work: Work, probed: Mapping[Structure, Probed]) -> Work:

@@ -24,7 +24,9 @@ def job(**model: Any) -> dict[str, Any]:
         "model": {"_target_": "lightning_fms.models.CausalLM", "net": net, "optimizer": adamw},
         "strategy": {"checkpoint_every": 2}, "data": {"seq_len": TOKENS},
     }  # fmt: skip
-    return {"config": config, "precision": {"bf16": {"name": "bf16-mixed"}}, "kernels": {"none": {}}, "rows": [2, 3]}
+    fused = {"_target_": "lightning_fms.precision.FP8Precision", "recipe": "fused", "keep_small": False}
+    precisions = {"bf16": {"name": "bf16-mixed"}, "fused": fused}
+    return {"config": config, "precision": precisions, "kernels": {"none": {}}, "rows": [2, 3]}
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,7 @@ def found() -> dict[str, Any]:
         "one": Configuration(micro_batch_size=2),
         "shard": Configuration(shard=4, micro_batch_size=2),
         "full": Configuration(shard=4, activation_checkpointing="full", micro_batch_size=2),
+        "fused": Configuration(precision="fused", micro_batch_size=2),
     }
     probed = probe(job(), list(kinds.values()), 1)
     for known in probed.values():
@@ -46,9 +49,15 @@ def peaks(found: dict[str, Any], name: str) -> dict[str, tuple[int, int]]:
 
 
 def test_the_optimizer_step_holds_what_adamw_needs_and_nothing_else(found: dict[str, Any]) -> None:
-    # Masters, two moments and gradients in fp32, and bf16 copies; sharded without copies.
-    assert peaks(found, "one")["optimizer"][0] == pytest.approx(PARAMETERS * (16 + 2), rel=0.02)
+    # Masters and two moments in fp32, gradients and copies in bf16; sharded without copies, and gradients are fp32.
+    assert peaks(found, "one")["optimizer"][0] == pytest.approx(PARAMETERS * (12 + 2 + 2), rel=0.02)
     assert peaks(found, "shard")["optimizer"][0] == pytest.approx(PARAMETERS * 16 / 4, rel=0.05)
+
+
+def test_fp8_weights_in_both_layouts_lie_beside_masters_and_copies(found: dict[str, Any]) -> None:
+    in_fp8 = LAYERS * (BLOCK - 2 * DIM)
+    extra = peaks(found, "fused")["optimizer"][0] - peaks(found, "one")["optimizer"][0]
+    assert extra == pytest.approx(2 * in_fp8, rel=0.2)  # less what a step of bf16 holds longer
 
 
 def test_offload_could_move_all_of_it(found: dict[str, Any]) -> None:

@@ -1,0 +1,54 @@
+"""What parts of the suite do with addresses and values, for tensors that have neither; it takes the same memory.
+
+Called once in the process of a probe, which does nothing else afterwards.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_fms.distributed import one_pass_optimizer
+from lightning_fms.kernels import swap
+from lightning_fms.planner.probe import fake_safe_swap
+from lightning_fms.precision.fused import FusedWeights
+from lightning_fms.precision.row_scaled import empty_weight
+
+
+def accept_fake_tensors() -> None:
+    """Let the suite run on fake tensors, for the rest of this process."""
+    fake_safe_swap()
+    swap._needs_real_logits = _needs_real_logits
+    one_pass_optimizer._OnePass._takes = _takes  # type: ignore[method-assign]
+    one_pass_optimizer._OnePass._count = _count  # type: ignore[method-assign]
+    one_pass_optimizer.adam_step = _in_place  # type: ignore[assignment]
+
+
+def _needs_real_logits(head: nn.Linear, input: Tensor) -> bool:
+    """As the kernels decide for real tensors; they pass fake ones by."""
+    return any(isinstance(m, FSDPModule) for m in head.__dict__[swap._STATE].ancestors)
+
+
+def _takes(self: Any, param: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> bool:
+    """The kernel steps fp32 parameters; that they are plain tensors it cannot see here."""
+    return param.dtype == mean.dtype == square.dtype == torch.float32
+
+
+def _count(self: Any, params: list[Tensor], steps: list[Tensor]) -> list[int]:
+    """A counter's value is not known; all have made one step."""
+    return [1] * len(params)
+
+
+def _in_place(*_: Any) -> None:
+    """The kernel of the optimizer makes no tensor."""
+
+
+class FakeFusedWeights(FusedWeights):
+    """FP8 weights that are made once: fake ones have no address by which to know them."""
+
+    def refresh(self) -> None:
+        """Make them, and round into them."""
+        weights = [[[owner.weight for owner in group] for group in groups] for _, groups in self._layers]
+        if not self._held:
+            self._held = [tuple(empty_weight(group) for group in groups) for groups in weights]
