@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,22 +20,22 @@ from typing import Any
 
 import lightning as L
 import torch
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_fms.callbacks import InitialWeights
 from lightning_fms.command_line import program
-from lightning_fms.config_check import MISSING, ConfigError, check_targets
+from lightning_fms.config_check import ConfigError
+from lightning_fms.depth import described
 from lightning_fms.launch.process_group import JOB, RESTART, RUN_FILE
 from lightning_fms.launch.result import Result, objective_in, write_result
 from lightning_fms.launch.words import key_of
 from lightning_fms.lost_rank import is_lost_connection, watching
-from lightning_fms.override_hints import SUPPLIED
 from lightning_fms.ranks import agree, launcher
 from lightning_fms.resume import find_former, is_given, longer_command, resume_command
+from lightning_fms.run_check import VOCAB, check
+from lightning_fms.run_check import devices_asked as devices_asked  # for `fms-plan`, which asks this module for all
 from lightning_fms.run_folder import (
     Reservation,
     RunRecord,
@@ -47,13 +47,7 @@ from lightning_fms.run_folder import (
     saved,
     step_of,
 )
-from lightning_fms.trial_build import try_optimizer
 
-VOCAB = "model.net.vocab_size"
-NEEDED = {
-    "data.sources": "data.sources.<name>='<files, e.g. /corpus/*.jsonl>'",
-    "data.tokenizer": "data.tokenizer=<tokenizer.json>, or data.tokenizer=bytes",
-}
 # What Lightning tells every user at every start, and what a product would not show.
 _UNSHOWN_WARNINGS = (
     r".*does not have many workers which may be a bottleneck.*",
@@ -94,45 +88,6 @@ def train(cfg: DictConfig, overrides: list[str]) -> float | None:
         raise
 
 
-def check(cfg: DictConfig) -> None:
-    """Check a config without building anything.
-
-    Raises:
-        ConfigError: a key, a type or a combination that cannot work.
-    """
-    if OmegaConf.is_missing(cfg.paths, "run"):
-        cfg = cfg.copy()
-        cfg.paths.run = str(Path(cfg.paths.root) / cfg.name / "new")
-    missing = [key for key in OmegaConf.missing_keys(cfg) if key != VOCAB]
-    if missing:
-        key = min(missing)
-        raise ConfigError(f"{key} is missing: give {NEEDED.get(key, f'{key}=<value>')}")
-    plain = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(plain, dict)
-    # Others take values from these by interpolation; a mistake is reported where it was made.
-    first = {group: plain[group] for group in ("trainer", "data", "optimizer", "scheduler") if group in plain}
-    check_targets({**first, **plain}, supplied={VOCAB, *_filled_in(plain)})
-    _check_supplied(cfg)
-    if cfg.get("weights") and cfg.resume not in (None, "auto"):
-        raise ConfigError(
-            f"weights={cfg.weights} with resume={cfg.resume}: the checkpoint brings weights; give one of the two"
-        )
-    if cfg.get("weights") and not Path(cfg.weights).exists():
-        raise ConfigError(
-            f"weights={cfg.weights}: nothing there; give a checkpoint, or a file or folder of safetensors"
-        )
-    if cfg.get("objective_mode", "min") not in ("min", "max"):
-        raise ConfigError(f"objective_mode={cfg.objective_mode}: give min, or max where more is better")
-    if not 0 <= cfg.seed < 2**32:
-        raise ConfigError(f"seed={cfg.seed}: give a whole number from 0 to {2**32 - 1}")
-    if (cfg.trainer.get("gradient_clip_val") or 0) < 0:
-        raise ConfigError(
-            f"trainer.gradient_clip_val={cfg.trainer.gradient_clip_val}: give a norm, or null to clip nothing"
-        )
-    _check_processes(cfg)
-    try_optimizer(plain.get("optimizer"), plain.get("scheduler"))
-
-
 def _follow_launcher(cfg: DictConfig) -> None:
     """Take the number of processes from torchrun where the config leaves it open: it can change with every restart."""
     if not isinstance(launcher(), TorchElasticEnvironment):
@@ -141,51 +96,6 @@ def _follow_launcher(cfg: DictConfig) -> None:
         cfg.trainer.devices = int(os.environ["LOCAL_WORLD_SIZE"])
     if cfg.trainer.get("num_nodes", 1) == 1:
         cfg.trainer.num_nodes = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
-
-
-def _filled_in(plain: Mapping[Any, Any]) -> Iterator[str]:
-    # Partials in a model's arguments are completed by the model.
-    yield from (f"model.{key}" for key in ("optimizer", "scheduler") if plain["model"].get(key, MISSING) == MISSING)
-
-
-def _check_supplied(cfg: DictConfig) -> None:
-    for key, instead in SUPPLIED.items():
-        if key in cfg.trainer:
-            raise ConfigError(f"trainer.{key} would have no effect: give {instead}")
-
-
-def devices_asked(trainer: DictConfig) -> int:
-    """How many devices a trainer config means on this node, as far as can be known before it is built."""
-    devices = trainer.get("devices", "auto")
-    if OmegaConf.is_list(devices):
-        return len(devices)
-    if isinstance(devices, str) and "," in devices:
-        return len([part for part in devices.split(",") if part.strip()])
-    if devices in ("auto", -1, "-1", None):
-        on_gpu = trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-        return torch.cuda.device_count() if on_gpu else 1
-    if not str(devices).lstrip("-").isdecimal() or int(devices) < 1:
-        raise ConfigError(f"trainer.devices={devices}: give a number of devices, a list of their indices, or auto")
-    return int(devices)
-
-
-def _check_processes(cfg: DictConfig) -> None:
-    devices = cfg.trainer.get("devices", "auto")
-    if OmegaConf.is_list(devices) and (cfg.trainer.get("accelerator") == "cpu" or not torch.cuda.is_available()):
-        raise ConfigError(f"trainer.devices={devices}: a CPU has no indices; give a number of processes")
-    processes = devices_asked(cfg.trainer) * cfg.trainer.get("num_nodes", 1)
-    if cfg.trainer.get("num_nodes", 1) > 1 and launcher() is None:
-        raise ConfigError(
-            f"trainer.num_nodes={cfg.trainer.num_nodes}: the nodes must be started together; "
-            "use torchrun --nnodes=... -m lightning_fms.train, or srun"
-        )
-    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
-        basic = HydraConfig.get().launcher._target_.endswith("BasicLauncher")
-        if basic and (processes > 1 or launcher() is not None):
-            raise ConfigError(
-                f"-m with {processes} processes a job: the basic launcher would run every job in every process; "
-                "leave out hydra/launcher=basic, or use trainer.devices=1"
-            )
 
 
 def _reserve(cfg: DictConfig, reserved: list[Reservation]) -> str:
@@ -233,7 +143,9 @@ def _fit(cfg: DictConfig, overrides: list[str], folder: Path, checkpoint: str | 
     _fill_vocabulary(cfg, datamodule)
     with torch.device("meta") if cfg.meta_init else nullcontext():
         module = lightning_module(cfg)
-    trainer = _trainer(cfg, RunRecord(folder, cfg, overrides))
+    record = RunRecord(folder, cfg, overrides)
+    record.report = [described(cfg.depth)] if cfg.get("depth") else []
+    trainer = _trainer(cfg, record)
     started = time.monotonic()
     _until_the_end(trainer, cfg, folder, partial(trainer.fit, module, datamodule=datamodule, ckpt_path=checkpoint))
     seconds = time.monotonic() - started

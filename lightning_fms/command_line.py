@@ -80,6 +80,20 @@ def with_own_sources(words: Sequence[str]) -> list[str]:
     return [*flags_in(words), *instead, *(f"++{word}" if word in new else word for word in overrides_in(words))]
 
 
+def with_size(words: Sequence[str]) -> list[str]:
+    """The words of a command line in which `depth=12` is enough to choose a size: the model and the rules that follow it.
+
+    Args:
+        words: without the program's name; returned as they are where no depth is given.
+    """
+    depth = value_in(words, "depth")
+    if depth is None or depth == "null":
+        return list(words)
+    implied = {"model": "model=llama", "size": "size=depth"}
+    added = [word for group, word in implied.items() if value_in(words, group) is None]
+    return [*flags_in(words), *added, *overrides_in(words)]
+
+
 def _say_once(text: str) -> None:
     if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
         print(text, flush=True)

@@ -74,7 +74,9 @@ def _check_node(node: Mapping[str, Any], supplied: Collection[str], path: str) -
     for key, value in given.items():
         wrong = key in hints and value != MISSING and not matches(value, hints[key])
         if wrong:
-            raise ConfigError(f"{_join(path, key)}={shown(value)}: {name} wants {described(hints[key])}")
+            whole = isinstance(value, float) and value.is_integer() and matches(int(value), hints[key])
+            hint = f"; write {int(value)}" if whole else ""
+            raise ConfigError(f"{_join(path, key)}={shown(value)}: {name} wants {described(hints[key])}{hint}")
 
 
 def matches(value: Any, hint: Any) -> bool:

@@ -12,6 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from lightning_fms.command_line import with_size
+from lightning_fms.launch.words import flags_in, overrides_in
 from lightning_fms.override_hints import explain
 from lightning_fms.train import CONFIG_PATH, VERSION_BASE, one_line, report
 
@@ -32,6 +34,8 @@ def main() -> None:
     """The console script."""
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
+        words = with_size(sys.argv[1:])
+        sys.argv[1:] = [*flags_in(words), *overrides_in(words)]
         task()
     except HydraException as error:
         overrides = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]

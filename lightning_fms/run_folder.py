@@ -21,6 +21,7 @@ from typing import Any
 import lightning as L
 from omegaconf import DictConfig, OmegaConf
 
+import lightning_fms.conf  # noqa: F401  # makes the resolver known that a saved config can use
 from lightning_fms.config_check import ConfigError
 from lightning_fms.distributed.checkpoint import is_committed, latest_committed
 from lightning_fms.distributed.commit import CheckpointError, committed, sync_folder, write_synced
@@ -257,11 +258,16 @@ def config_of(run: Path) -> DictConfig:
 
 
 class RunRecord(L.Callback):
-    """Write `config.yaml` and `run.yaml` when the first batch has been trained: from then on the folder is a run."""
+    """Write `config.yaml` and `run.yaml` when the first batch has been trained: from then on the folder is a run.
+
+    Attributes:
+        report: lines for the summary at the start of a run.
+    """
 
     def __init__(self, folder: Path, config: DictConfig, overrides: list[str]) -> None:
         self.folder, self.config, self.overrides = folder, config, overrides
         self.started = datetime.now(UTC).isoformat(timespec="microseconds")
+        self.report: list[str] = []
         self._written = False
 
     def on_train_batch_end(

@@ -19,10 +19,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_fms.command_line import with_own_sources, with_settings_of_sweep
+from lightning_fms.command_line import with_own_sources, with_settings_of_sweep, with_size
 from lightning_fms.launch.jobs import JobFailed
 from lightning_fms.launch.report import closing
-from lightning_fms.launch.words import value_in
+from lightning_fms.launch.words import flags_in, overrides_in, value_in
 from lightning_fms.lost_rank import is_lost_connection
 from lightning_fms.override_hints import explain
 
@@ -158,14 +158,16 @@ def main() -> NoReturn:
 
 
 def _completed(words: list[str]) -> list[str]:
-    """A command line with the settings of what it goes on with, and with what a new source implies."""
+    """A command line with the settings of what it goes on with, and with what a new source or a depth implies."""
     words = with_settings_of_sweep(words)
     if not set(words) & {"-m", "--multirun"} and value_in(words, "resume") == "auto":
         # Finding a run takes Torch too.
         from lightning_fms.resume import with_settings_of_run  # noqa: PLC0415
 
         words = with_settings_of_run(words)
-    return with_own_sources(words)
+    words = with_size(with_own_sources(words))
+    # argparse takes `experiment=quickstart -m optimizer.lr=1,2` for a mistake.
+    return [*flags_in(words), *overrides_in(words)]
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
-from lightning_fms.app import check
-from lightning_fms.command_line import with_own_sources
+from lightning_fms.command_line import with_own_sources, with_size
+from lightning_fms.run_check import check
 
 TREE = Path(__file__).parents[1]
 
@@ -42,7 +42,7 @@ def test_the_commands_of_the_tutorial_compose_and_are_checked(program: str, tmp_
     for words in commands_of("docs/tutorial.md", program):
         # A sweep is tried with its first values; what `resume=` adds is that of a run.
         given = [re.sub(r"=([^\[{,]+),.*", r"=\1", word) for word in words if word not in ("-m", "resume=auto")]
-        overrides = with_own_sources(given) if program == "fms-train" else given
+        overrides = with_size(with_own_sources(given)) if program == "fms-train" else given
         with initialize_config_module("lightning_fms.conf", version_base="1.3"):
             cfg = compose(name, overrides=overrides)
         if program == "fms-train":

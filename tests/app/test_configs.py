@@ -9,8 +9,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_fms.conf
-from lightning_fms.app import check, devices_asked
 from lightning_fms.config_check import ConfigError
+from lightning_fms.run_check import check, devices_asked
 
 CONF = Path(str(files(lightning_fms.conf)))
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -71,7 +71,8 @@ def test_a_command_need_not_repeat_the_default_folder() -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_composes_and_fits(option: str) -> None:
-    check(composed(option, *(OWN_DATA if option == "data=text" else ())))
+    needed = {"data=text": OWN_DATA, "model=llama": ("depth=4",), "size=depth": ("depth=4", "model=llama")}
+    check(composed(option, *needed.get(option, ())))
 
 
 def items(reader: str, root: Path) -> tuple[str, ...]:

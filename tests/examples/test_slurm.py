@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from lightning_fms.app import check
+from lightning_fms.run_check import check
 
 SLURM = Path(__file__).parents[2] / "examples" / "slurm"
 OWN = ["experiment=llama_1b", "data.sources={web: /corpus/*.jsonl}", "data.tokenizer=bytes"]
