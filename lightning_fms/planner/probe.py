@@ -66,7 +66,7 @@ def measure(
         period: blocks after which the kind of block repeats (2 if every second one is recomputed).
         variants: which of `VARIANTS`.
     """
-    _step(subject, rows, 1, lambda *names: None)
+    run_step(subject, rows, 1)
     found = {}
     with _phases(subject, tracker, period) as begin:
         for variant in (variants[0], *variants):
@@ -78,6 +78,11 @@ def measure(
                 _step(subject, rows, 1 if variant == "single" else 2, begin, hold=variant == "held")
             found[variant] = {name: (peak, begin.movable.get(name, 0)) for name, peak in tracker.peaks.items()}
     return found
+
+
+def run_step(subject: Subject, rows: int, micro_batches: int, hold: bool = False) -> None:
+    """One optimizer step; `hold` keeps whole gradients until the last micro-batch."""
+    _step(subject, rows, micro_batches, lambda *names: None, hold)
 
 
 def _step(subject: Subject, rows: int, micro_batches: int, begin: Callable[..., None], hold: bool = False) -> None:

@@ -22,10 +22,9 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_fms import app
-from lightning_fms.distributed import policy, shard, surroundings
+from lightning_fms.distributed import one_pass_optimizer, policy, shard, surroundings
 from lightning_fms.distributed.blocks import find_blocks
 from lightning_fms.distributed.mesh import build_mesh, resolve_mesh
-from lightning_fms.distributed.one_pass_optimizer import one_pass
 from lightning_fms.distributed.place import Placed, Settings, place
 from lightning_fms.kernels import swap
 from lightning_fms.planner.fused import Graphs
@@ -141,6 +140,8 @@ def assemble(
         )  # fmt: skip
         undo.callback(placed.undo)
         subject = _subject(module, blocks, placed, plugin, cfg, device, graphs is not None)
+        for optimizer in subject.optimizers:
+            undo.callback(one_pass_optimizer.restore, optimizer)
         return Assembled(subject, head, largest, undo.pop_all().close)
 
 
@@ -154,7 +155,7 @@ def _subject(
     surroundings.use_one_pass(optimizers, anywhere, device, masters)
     surroundings._choose_gradients(optimizers, masters, private=True)
     if fake:
-        use_gpu_defaults(optimizer for optimizer in optimizers if one_pass(optimizer) is None)
+        use_gpu_defaults(optimizer for optimizer in optimizers if one_pass_optimizer.one_pass(optimizer) is None)
     kind = fake_tensors.FakeFusedWeights if fake else FusedWeights
     weights = kind(module) if getattr(plugin, "recipe", None) == FUSED and masters is not None else None
 
