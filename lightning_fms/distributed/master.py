@@ -27,6 +27,7 @@ gradient do not fire.
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ class MasterWeights:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
         self.narrow: set[Tensor] = set()
+        self._hooks: list[Any] = []
         copies: dict[nn.Parameter, nn.Parameter] = {}
         self._slots: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         for owner in module.modules():
@@ -130,6 +132,8 @@ class MasterWeights:
             if master.grad_dtype is None:
                 master.grad_dtype = master.dtype
         self.narrow = set()
+        while self._hooks:  # they hold masters and copies in a way that Python's collector does not see
+            self._hooks.pop().remove()
 
     def _show(self, copies: bool) -> None:
         for owner, name, master, copy in self._slots:
@@ -147,7 +151,7 @@ class MasterWeights:
             if gradient is not None and master.requires_grad:  # else toggled off for another optimizer's turn
                 master.grad = self._sum(master, master.grad, gradient)
 
-        copy.register_post_accumulate_grad_hook(accumulate)
+        self._hooks.append(copy.register_post_accumulate_grad_hook(accumulate))
         return copy
 
     def _sum(self, master: nn.Parameter, total: Tensor | None, gradient: Tensor) -> Tensor:
