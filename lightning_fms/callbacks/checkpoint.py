@@ -115,8 +115,15 @@ class StepCheckpoint(Checkpoint):
             return
         if self._pending is not None and self._all_are_through(trainer):
             self._finish(trainer)
-        if self.schedule.due(trainer.global_step) or (self._overdue and self._pending is None):
+        if trainer.global_step == trainer.max_steps:  # behind the end, weights may be averaged ones (`WeightAveraging`)
+            self.save_now(trainer)
+        elif self.schedule.due(trainer.global_step) or (self._overdue and self._pending is None):
             self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the last step of a run that is so many epochs long."""
+        if trainer.current_epoch + 1 == trainer.max_epochs and not _is_trial(trainer):
+            self.save_now(trainer)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Weights change next: what is copied of them must be through."""
@@ -136,7 +143,7 @@ class StepCheckpoint(Checkpoint):
                 self._tidy(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the last step if it was not one of those."""
+        """Save the last step if it is not saved."""
         if not _is_trial(trainer):
             self.save_now(trainer)
         end_agreement(trainer)

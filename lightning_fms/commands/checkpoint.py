@@ -142,7 +142,8 @@ def contents(path: Path) -> dict[str, Any]:
         "model_tensors": len(model),
         "model_elements": sum(shape.numel() for shape, _ in model.values()),
         "dtypes": dict(Counter(str(dtype).removeprefix("torch.") for _, dtype in model.values())),
-        "optimizer_tensors": len(shapes) - len(model),
+        "averaged": int(state["averaging_state"]["n_averaged"]) if "averaging_state" in state else None,
+        "optimizer_tensors": sum(name.startswith("optimizer.") for name in shapes),
         "optimizers": [len(one.get("state", {})) for one in state.get("optimizer_states", [])],
         "global_step": state.get("global_step"),
         "epoch": state.get("epoch"),
@@ -171,6 +172,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
         ("saved", f"{_or(found['time'])} UTC" + (f", by {found['ranks']} ranks" if found["ranks"] else "")),
         ("steps", f"{found['global_step']}, epoch {found['epoch']}"),
         ("model", f"{found['model_elements']:,} elements in {found['model_tensors']} tensors ({dtypes})"),
+        *(
+            [("average", f"of {found['averaged']} updates; the weights of training are beside it")]
+            if found["averaged"]
+            else []
+        ),
         ("optimizers", f"{len(found['optimizers'])}, {found['optimizer_tensors']} tensors"),
         ("data", f"{found['row']:,} rows read" if found["row"] is not None else "no position"),
         ("size", _size(found["bytes"])),

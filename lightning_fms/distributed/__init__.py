@@ -1,6 +1,6 @@
 """FSDP2 and `torch.compile` for any plain module, with checkpoints that load on any number of ranks.
 
-`mesh blocks activation compile materialize shard master place manual rng report state commit checkpoint restore` are
+`mesh blocks activation compile materialize shard master place manual rng report state commit checkpoint average restore` are
 plain torch; `policy`, `launcher`, `saving` and `strategy` know Lightning. `strategy` is the class on top of them all and loads on
 first use, so that the core can be imported without Lightning.
 """

@@ -3,6 +3,9 @@
 Both ways of loading do the same in the same order: check everything that can be wrong (damage, another model, other
 optimizers), and only then touch a weight. A folder is read slice by slice into what each rank holds; a plain file is mapped into
 memory by every rank, which copies its part.
+
+Where weights are averaged, the checkpoint dict has the average as `state_dict`, and beside it what training goes on with as
+`current_model_state`, as Lightning's callback leaves it. So who reads weights alone gets the average.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fms.distributed import checkpoint, commit, state
+from lightning_fms.distributed.average import AverageOfShards
 from lightning_fms.distributed.commit import CheckpointError
+
+# First part of tensors' names: weights (their average, where one is kept), and the weights that training goes on with then.
+MODEL, CURRENT = "model", "current"
 
 
 def save_folder(path: Path, checkpoint_state: dict[str, Any], foreign: bool = False) -> None:
@@ -52,12 +59,20 @@ def save_file(path: Path, checkpoint_state: dict[str, Any], foreign: bool = Fals
 
 
 def load(
-    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
+    path: Path,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    strict: bool,
+    weights_only: bool | None,
+    average: AverageOfShards | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint of either kind, wherever a crash left it; see `load_folder`. Called on all ranks."""
     path, is_folder = checkpoint.everywhere(lambda: _find(path) if checkpoint.rank_in() == 0 else None)[0]
     kind = load_folder if is_folder else load_file
-    return kind(path, module, optimizers, strict, weights_only)
+    rest, averaged = kind(path, module, optimizers, strict, weights_only, average)
+    if average is not None:
+        _tell_of_average(rest, module, average if averaged else None)
+    return rest
 
 
 def _find(path: Path) -> tuple[Path, bool]:
@@ -66,9 +81,14 @@ def _find(path: Path) -> tuple[Path, bool]:
 
 
 def load_folder(
-    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
-) -> dict[str, Any]:
-    """Load a committed folder in place and return the rest of the state. Called on all ranks.
+    path: Path,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    strict: bool,
+    weights_only: bool | None,
+    average: AverageOfShards | None,
+) -> tuple[dict[str, Any], bool]:
+    """Load a committed folder in place. Called on all ranks.
 
     Args:
         path: the folder.
@@ -76,6 +96,10 @@ def load_folder(
         optimizers: none for evaluation; then their state is not read.
         strict: refuse missing and unexpected tensors.
         weights_only: see `checkpoint.load_state`.
+        average: takes the average, if the checkpoint has one; the module then gets the weights of training, and else the average.
+
+    Returns:
+        The rest of the state, and whether there was an average and something to take it.
 
     Raises:
         CheckpointError: damaged, or of another model; nothing was touched.
@@ -83,43 +107,76 @@ def load_folder(
     checkpoint.verify(path)
     rest = checkpoint.read_everywhere(lambda: checkpoint.load_state(path, weights_only))
     saved = checkpoint.read_everywhere(lambda: checkpoint.read_metadata(path))
-    own = {f"model.{n}": t for n, t in _tensors(state.module_state(module)).items()}
-    model = {name: entry for name, entry in saved.items() if name.startswith("model.")}
-    shapes = {name: entry.size for name, entry in model.items() if not state.is_extra(name)}
-    state.compare(_unprefixed(shapes), _unprefixed({n: t.shape for n, t in own.items()}), strict, str(path))
-    targets = {n: t.detach() for n, t in own.items() if n in saved}
-    extra = {n: torch.zeros(e.size, dtype=e.properties.dtype) for n, e in model.items() if state.is_extra(n)}
-    targets.update(extra)
+    averaged = average is not None and any(_is_of(CURRENT, name) for name in saved)
+    targets: dict[str, torch.Tensor] = {}
+    for part, holder in _holders(module, average if averaged else None).items():
+        own = _tensors(state.module_state(holder))
+        shapes = {n: e.size for n, e in _of(part, saved).items() if not state.is_extra(n)}
+        state.compare(shapes, {n: t.shape for n, t in own.items()}, strict, str(path))
+        targets.update({f"{part}.{n}": t.detach() for n, t in own.items() if n in shapes})
+    extra = {
+        n: torch.zeros(e.size, dtype=e.properties.dtype) for n, e in _of(MODEL, saved).items() if state.is_extra(n)
+    }
+    targets.update({f"{MODEL}.{name}": tensor for name, tensor in extra.items()})
     numbered = _matched(rest.pop("optimizer_states", None), optimizers, path)
     for optimizer, one in zip(optimizers, numbered, strict=False):
         state.check_groups(module, optimizer, one)
     filled = [_allocate(module, i, one, saved, targets) for i, one in enumerate(numbered)]
     checkpoint.load_tensors(path, targets)
-    state.load_extra_state(module, {**rest.pop("extra_state", {}), **_unprefixed(extra)})
+    state.load_extra_state(module, {**rest.pop("extra_state", {}), **extra})
     for optimizer, one in zip(optimizers, filled, strict=False):
         state.load_optimizer_state(module, optimizer, one)
-    return rest
+    return rest, averaged
 
 
 def load_file(
-    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
-) -> dict[str, Any]:
+    path: Path,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    strict: bool,
+    weights_only: bool | None,
+    average: AverageOfShards | None,
+) -> tuple[dict[str, Any], bool]:
     """The same for one plain file, of `checkpoint_format='consolidated'` or of stock Lightning."""
     checkpoint.everywhere(lambda: checkpoint.check_plain_file(path) if checkpoint.rank_in() == 0 else None)
     rest = checkpoint.read_everywhere(lambda: checkpoint.load_plain_file(path, weights_only))
-    saved = {state.clean_name(n): v for n, v in rest.pop("state_dict").items()}
-    own = _tensors(state.module_state(module))
-    shapes = {n: t.shape for n, t in _tensors(saved).items()}
-    state.compare(shapes, {n: t.shape for n, t in own.items()}, strict, str(path))
+    parts = {MODEL: rest.pop("state_dict"), CURRENT: rest.pop("current_model_state", None)}
+    averaged = average is not None and parts[CURRENT] is not None
+    copies = []
+    for part, holder in _holders(module, average if averaged else None).items():
+        saved = {state.clean_name(n): v for n, v in parts[part].items()}
+        own = _tensors(state.module_state(holder))
+        shapes = {n: t.shape for n, t in _tensors(saved).items()}
+        state.compare(shapes, {n: t.shape for n, t in own.items()}, strict, str(path))
+        copies += [(own[name], saved[name]) for name in own.keys() & shapes.keys()]
     numbered = _matched(rest.pop("optimizer_states", None), optimizers, path)
     named = [state.by_name(module, o, one) for o, one in zip(optimizers, numbered, strict=False)]
-    for name in own.keys() & shapes.keys():
-        state.copy_whole(own[name], saved[name])
-    state.load_extra_state(module, {n: v for n, v in saved.items() if state.is_extra(n)})
+    for target, whole in copies:
+        state.copy_whole(target, whole)
+    weights = parts[MODEL] if parts[CURRENT] is None else parts[CURRENT]
+    state.load_extra_state(module, {state.clean_name(n): v for n, v in weights.items() if state.is_extra(n)})
     parameters = {name: parameter for parameter, name in state.parameter_names(module).items()}
     for optimizer, one in zip(optimizers, named, strict=False):
         state.load_optimizer_state(module, optimizer, _distribute(one, parameters))
-    return rest
+    return rest, averaged
+
+
+def _holders(module: nn.Module, average: AverageOfShards | None) -> dict[str, nn.Module]:
+    """Which module takes which part of a checkpoint."""
+    return {MODEL: module} if average is None else {CURRENT: module, MODEL: average.module}
+
+
+def _tell_of_average(rest: dict[str, Any], module: nn.Module, average: AverageOfShards | None) -> None:
+    """Hand what is loaded already to Lightning's callback under its own keys: it copies each tensor to itself.
+
+    Without an average in the checkpoint it takes the weights for one.
+    """
+    if average is None:
+        rest["state_dict"] = _tensors(state.module_state(module))
+        return
+    with torch.no_grad():
+        average.n_averaged.copy_(rest["averaging_state"]["n_averaged"])
+    rest["state_dict"], rest["current_model_state"] = average.module.state_dict(), module.state_dict()
 
 
 def _matched(saved: list[Any] | None, optimizers: Sequence[Optimizer], path: Path) -> list[Any]:
@@ -130,8 +187,12 @@ def _matched(saved: list[Any] | None, optimizers: Sequence[Optimizer], path: Pat
     return saved
 
 
-def _unprefixed(named: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.removeprefix("model."): value for name, value in named.items()}
+def _is_of(part: str, name: str) -> bool:
+    return name.startswith(f"{part}.")
+
+
+def _of(part: str, named: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(f"{part}."): value for name, value in named.items() if _is_of(part, name)}
 
 
 def _tensors(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -140,8 +201,11 @@ def _tensors(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def split(checkpoint_state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors for DCP under flat names, and the rest with the names of the optimizer tensors it belongs to."""
-    weights = checkpoint_state.pop("state_dict")
-    tensors = {f"model.{name}": value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    weights, current = checkpoint_state.pop("state_dict"), checkpoint_state.pop("current_model_state", None)
+    if current is not None:  # an average has no extra state
+        weights = {**{n: v for n, v in current.items() if state.is_extra(n)}, **_tensors(weights)}
+    tensors = {f"{MODEL}.{name}": value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    tensors |= {f"{CURRENT}.{name}": value for name, value in _tensors(current or {}).items()}
     rest = {**checkpoint_state, "extra_state": {n: v for n, v in weights.items() if not isinstance(v, torch.Tensor)}}
     if "optimizer_states" in checkpoint_state:
         rest["optimizer_states"] = [

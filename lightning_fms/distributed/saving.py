@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_fms.distributed import checkpoint, commit, initial, restore, state
+from lightning_fms.distributed.average import AverageOfShards
 from lightning_fms.distributed.background import BackgroundSaver, Pending
 from lightning_fms.distributed.commit import CheckpointError
 
@@ -33,6 +34,7 @@ class SavingStrategy(ModelParallelStrategy):
     _allow_pickle: bool = False
     _seed: int
     _background: BackgroundSaver | None = None
+    _average: AverageOfShards | None = None  # of Lightning's `WeightAveraging`, see `averaging`
 
     def _stored_weights(self) -> AbstractContextManager[torch.nn.Module]:
         """The module with the weights that the optimizers step."""
@@ -65,6 +67,8 @@ class SavingStrategy(ModelParallelStrategy):
         """
         self._refuse_options(storage_options)
         path = Path(self.broadcast(str(filepath)))
+        if self._average is not None and "current_model_state" in checkpoint_state:
+            checkpoint_state["state_dict"] = self._for_format(checkpoint_state["state_dict"])
         save = restore.save_file if self._consolidate else restore.save_folder
         save(path, {**checkpoint_state, RUN_SEED: self._seed}, self._allow_pickle)
 
@@ -89,7 +93,8 @@ class SavingStrategy(ModelParallelStrategy):
         assert self.model is not None
         self._background = self._background or BackgroundSaver(self._timeout)
         path = Path(self.broadcast(str(filepath)))
-        buffers = {f"model.{state.clean_name(name)}" for name, _ in self.model.named_buffers()}
+        names = [state.clean_name(name) for name, _ in self.model.named_buffers()]
+        buffers = {f"{part}.{name}" for name in names for part in (restore.MODEL, restore.CURRENT)}
         content = {**checkpoint_state, RUN_SEED: self._seed}
         return self._background.save(path, content, self._allow_pickle, buffers)
 
@@ -115,7 +120,7 @@ class SavingStrategy(ModelParallelStrategy):
         weights_only = weights_only if weights_only is not None else getattr(self._launcher, "weights_only", None)
         with self._stored_weights() as module:
             strict = self.lightning_module.strict_loading  # type: ignore[union-attr]
-            rest = restore.load(path, module, self.optimizers, strict, weights_only)
+            rest = restore.load(path, module, self.optimizers, strict, weights_only, self._average)
         self._weights_loaded()
         self._seed = int(rest.pop(RUN_SEED, self._seed))
         return rest
@@ -128,6 +133,8 @@ class SavingStrategy(ModelParallelStrategy):
         """
         with self._stored_weights() as module:
             count = initial.load_weights(Path(self.broadcast(str(path))), module, strict)
+            if self._average is not None:
+                self._average.begin_again(module)
         self._weights_loaded()
         return count
 

@@ -27,8 +27,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lightning_fms.distributed import policy, rng, shard
-from lightning_fms.distributed.averaging import refuse_averages_of_shards
+from lightning_fms.distributed import averaging, policy, rng, shard
 from lightning_fms.distributed.launcher import InProcessLauncher, ProcessLauncher
 from lightning_fms.distributed.manual import RootInStep
 from lightning_fms.distributed.master import MasterWeights
@@ -118,17 +117,9 @@ class FSDPCompileStrategy(SavingStrategy):
             raise ValueError(f"{one_pass_optimizer=}: give True, False or 'auto'")
         recomputed = activation_checkpointing, checkpoint_every, save_ops, activation_budget
         self._settings = Settings(
-            blocks,
-            compile,
-            compile_strict,
-            compile_options,
-            *recomputed,
-            reshard_after_forward,
-            cpu_offload,
-            tensor_plan,
-            activation_offload,
-            prefetch,
-        )
+            blocks, compile, compile_strict, compile_options, *recomputed, reshard_after_forward, cpu_offload, tensor_plan,
+            activation_offload, prefetch,
+        )  # fmt: skip
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._replicate, self._shard, self._tensor = replicate, shard, tensor
         self._repeated_checked = False
@@ -174,6 +165,7 @@ class FSDPCompileStrategy(SavingStrategy):
         """Process group and mesh. One device needs neither, unless the user's `configure_model` asks for a mesh."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        averaging.postpone(self.lightning_module.trainer)
         offloads = {"cpu_offload": self._settings.cpu_offload, "activation_offload": self._settings.activation_offload}
         check_offload(self.root_device, offloads)
         self.accelerator.setup_device(self.root_device)
@@ -207,8 +199,6 @@ class FSDPCompileStrategy(SavingStrategy):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, "transform_module"):
                 callback.transform_module(module)
-        if self._wraps and trainer.state.fn == TrainerFn.FITTING:
-            refuse_averages_of_shards(trainer.callbacks)  # type: ignore[attr-defined]
         self.model = module = self.precision_plugin.convert_module(module)
         self._seed = self._agree_on_seed()
         self._repeated_checked = self._tensor == 1
@@ -220,6 +210,7 @@ class FSDPCompileStrategy(SavingStrategy):
         self.report.mesh, self.report.precision = str(self.mesh_shape), f"{plugin.precision}{self.report.precision}"
         self._forbid_inference_mode(trainer)
         self.barrier()
+        self._average = averaging.begin(trainer, module, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -284,7 +275,10 @@ class FSDPCompileStrategy(SavingStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """One validation batch."""
-        return self._run_step("validation_step", *args, **kwargs)
+        output = self._run_step("validation_step", *args, **kwargs)
+        if self._average is not None:  # Lightning swaps back before the strategy hears of the end
+            self._reshard()
+        return output
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """One test batch."""

@@ -39,16 +39,6 @@ def test_validation_runs_on_the_averaged_weights_of_lightnings_callback() -> Non
     assert error < 0.3 * effect
 
 
-def averaged_on_shards() -> str:
-    with pytest.raises(ValueError, match="average the checkpoints afterwards") as refused:
-        fit(callbacks=[EMAWeightAveraging(decay=0.99)])
-    return str(refused.value)
-
-
-def test_averages_of_lightnings_callback_are_refused_where_weights_are_sharded(tmp_path: Path) -> None:
-    assert all(text.startswith("EMAWeightAveraging averages") for text in run_world(2, averaged_on_shards, tmp_path))
-
-
 class KeepsOld(Tiny):
     """Manual optimization that tries to go backward through a graph older than the step."""
 
