@@ -8,6 +8,7 @@ call `iter` before the checkpoint is loaded.
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from lightning_fms.data.loader import MicroBatch, StreamLoader
@@ -22,10 +23,12 @@ class Feed:
         length: Micro-batches an epoch.
         rewind: Whether every iteration starts at the loader's position and ends after `length` (validation), or goes on
             where the last one was (training, where Lightning ends the epoch).
+        pin: Whether batches lie in pinned memory. From there they are copied to a GPU while the host goes on; a copy
+            from other memory makes the host wait until the device has done what it was told before.
     """
 
-    def __init__(self, loader: StreamLoader, length: int, rewind: bool = False) -> None:
-        self.loader, self.length, self.rewind = loader, length, rewind
+    def __init__(self, loader: StreamLoader, length: int, rewind: bool = False, pin: bool = False) -> None:
+        self.loader, self.length, self.rewind, self.pin = loader, length, rewind, pin
         self.delivered: deque[MicroBatch] = deque()
         self._micro_batches: Iterator[MicroBatch] | None = None
         self._ahead: MicroBatch | Exception | None = None
@@ -61,7 +64,10 @@ class Feed:
     def _load(self) -> MicroBatch:
         if self._micro_batches is None:
             self._micro_batches = self.loader.micro_batches()
-        return next(self._micro_batches)
+        micro = next(self._micro_batches)
+        if self.pin:
+            return replace(micro, batch={name: tensor.pin_memory() for name, tensor in micro.batch.items()})
+        return micro
 
     def close(self) -> None:
         """Drop what is on its way and end the workers."""

@@ -275,9 +275,12 @@ class RescalableDataModule(pl.LightningDataModule):
         loader = self.loader if stage == "fit" else (self._val_feed.loader if self._val_feed else None)
         if loader is None:
             return
-        self._feed = Feed(loader, 0)
+        pin = trainer.strategy.root_device.type == "cuda"
+        self._feed = Feed(loader, 0, pin=pin)
         self._link = LoaderLink(loader, self._feed, loader.slots.world, self.loss_weight)
         self._link.val_feed = self._val_feed
+        if self._val_feed is not None:
+            self._val_feed.pin = pin
         callbacks.insert(0, self._link)
         if stage == "fit":
             self._check_accumulation(trainer, loader.slots.accumulate, previous)

@@ -8,6 +8,7 @@ are those of `torch.utils.data.DataLoader`.
 """
 
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,11 @@ from lightning_fms.data.stream import Recipe, Stream, produce
 
 _MESSAGE_TOKENS = 1 << 19  # 2 MB: what a message costs beside its bytes no longer shows
 _MESSAGE_STEPS = 64
+_TOKEN_MESSAGES = 2
+_TEXT_MESSAGES = 8  # documents of one source differ in length by orders of magnitude, and are tokenized whole
 _LARGE_BYTES = 1 << 18
 _RING_TOKENS = 1 << 22  # in a portion; what would take more (very many rows a rank) goes with the message
-_TEXT_ROWS = 64  # in this process, so that tokenizing does not hold up one step for many
+_TEXT_ROWS = 64  # of a message, so that tokenizing does not hold up one step for many
 
 
 @dataclass(frozen=True)
@@ -47,19 +50,18 @@ class Step:
 class Ring:
     """Memory in which workers leave the tokens of their rows, a portion a message.
 
-    Torch's loader asks a worker for at most two messages more than it has handed over, and asks again while it hands one over.
-    So three portions are enough, if what a message left is copied before the next one is taken from that worker.
+    Torch's loader asks a worker for at most so many messages more than it has handed over, and asks again while it hands one
+    over. So one portion more is enough, if what a message left is copied before the next one is taken from that worker.
 
     Args:
         workers: How many there are.
+        messages: A worker is asked for ahead.
         rows: Rows of a portion.
         row_tokens: Tokens of a row.
     """
 
-    prefetched = 2
-
-    def __init__(self, workers: int, rows: int, row_tokens: int) -> None:
-        self._memory = torch.empty((workers, self.prefetched + 1, rows, row_tokens), dtype=torch.int32).share_memory_()
+    def __init__(self, workers: int, messages: int, rows: int, row_tokens: int) -> None:
+        self._memory = torch.empty((workers, messages + 1, rows, row_tokens), dtype=torch.int32).share_memory_()
 
     def portion(self, worker: int, chunk: int) -> np.ndarray:
         """Return the memory of a worker's message number `chunk` (int32 `[rows, row_tokens]`)."""
@@ -83,11 +85,11 @@ class RankRows(IterableDataset):
     ) -> None:
         self._recipe, self._slots, self._first_row, self._owned, self._states = recipe, slots, first_row, owned, states
         self._workers = max(workers, 1)
-        self._text_in_turn = workers == 0 and not recipe.holds_tokens
+        self.messages = _TOKEN_MESSAGES if recipe.holds_tokens else _TEXT_MESSAGES
         self.ring: Ring | None = None
         rows = -(-slots.micro_rows * slots.accumulate * self._most_steps() // self._workers)
         if workers and isinstance(recipe.packing, TokenPacking) and rows * recipe.packing.row_tokens <= _RING_TOKENS:
-            self.ring = Ring(workers, rows, recipe.packing.row_tokens + 1)
+            self.ring = Ring(workers, self.messages, rows, recipe.packing.row_tokens + 1)
 
     def chunk_steps(self, chunk: int) -> int:
         """Return how many steps chunk number `chunk` holds: 1 at first, so that the first batch comes soon, then more."""
@@ -96,7 +98,8 @@ class RankRows(IterableDataset):
     def _most_steps(self) -> int:
         rows = max(1, -(-len(self._owned) // self._workers) * self._slots.batch // self._slots.streams)
         most = max(1, _MESSAGE_TOKENS // self._recipe.packing.row_tokens)
-        return min(max(1, (min(most, _TEXT_ROWS) if self._text_in_turn else most) // rows), _MESSAGE_STEPS)
+        most = most if self._recipe.holds_tokens else min(most, _TEXT_ROWS)
+        return min(max(1, most // rows), _MESSAGE_STEPS)
 
     def chunks(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Yield, without end, the rows of one worker's streams."""
@@ -142,11 +145,14 @@ class RankRows(IterableDataset):
         return self.chunks(*(info.id, info.num_workers) if info else (0, 1))
 
 
-def _forget_inherited_iterators(_: int) -> None:
-    """A forked worker holds copies of other loaders' iterators, which print errors where they are collected.
+def _settle_worker(_: int) -> None:
+    """One thread for a tokenizer, and silence about what is not this worker's.
 
-    'can only test a child process', as in https://github.com/optuna/optuna/issues/5024.
+    Each worker tokenizes one document at a time, for which the library would keep as many threads as there are cores. And a forked
+    worker holds copies of other loaders' iterators, which print errors where they are collected: 'can only test a child process',
+    as in https://github.com/optuna/optuna/issues/5024.
     """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _MultiProcessingDataLoaderIter.__del__ = lambda self: None  # type: ignore[method-assign]
 
 
@@ -174,7 +180,7 @@ def steps(
         # A generator of its own: the loader's seed must not come out of the run's random numbers.
         loader = DataLoader(
             source, batch_size=None, num_workers=workers, multiprocessing_context=context, generator=torch.Generator(),
-            prefetch_factor=Ring.prefetched, collate_fn=_as_it_is, worker_init_fn=_forget_inherited_iterators,
+            prefetch_factor=source.messages, collate_fn=_as_it_is, worker_init_fn=_settle_worker,
         )  # fmt: skip
         messages = iter(loader)
     workers = max(workers, 1)

@@ -97,7 +97,7 @@ def test_a_record_says_who_found_what_where_and_why(options: dict, corpus: Path)
         assert entry["source"] == "q"
         assert entry["worker"] == 0
         assert entry["stream"] % 2 == entry["rank"]
-        assert entry["epoch"] in (0, 1)
+        assert 0 <= entry["epoch"] < 50  # so far is a worker ahead in sources as small as these
         path = Path(entry["file"])
         if entry["stop"] is None:
             data = path.read_bytes()[entry["start"] : entry["start"] + entry["ref"]]

@@ -1,5 +1,6 @@
 """Rows that come from worker processes are those made in this one, whatever way they travel."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +100,24 @@ next(kept[2])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+class Nosy:
+    """A tokenizer that lets one see the environment it works in: a token, 1 where the library may start threads."""
+
+    vocab_size, eos_id, bos_id, fingerprint = 3, 2, None, "nosy"
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([int(os.environ.get("TOKENIZERS_PARALLELISM") != "false")])
+
+    def decode(self, ids: object) -> str:
+        return ""
+
+
+def test_a_worker_tokenizes_with_one_thread_and_leaves_the_run_alone(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    write_jsonl(tmp_path / "p", "p", 60)
+    options = {**loader_options(tmp_path / "p"), "tokenizer": Nosy()}
+    ids = {n: next(iter(StreamLoader(**options, num_workers=n)))["input_ids"] for n in (1, 0)}
+    assert 1 not in ids[1]
+    assert 1 in ids[0]
