@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 
 from lightning_fms.callbacks.cadence import StepClock, logging_due
+from lightning_fms.callbacks.data_clock import DataWait, data_wait_of
 from lightning_fms.callbacks.lineage import Attempt, goodput, process_started, read_attempts
 
 
@@ -34,6 +35,7 @@ class GoodputLog(L.Callback):
         self._file = self.folder
         self._mark = 0.0  # up to here the time is accounted for
         self._gap = "startup"  # what the time since then was for
+        self._data_wait: DataWait | None = None
         self._first = True
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -50,10 +52,13 @@ class GoodputLog(L.Callback):
         if self._attempt is None:
             return
         now = time.time()
+        spent, waited = now - self._mark, self._data_wait.take() if self._data_wait is not None else 0.0
         if cause == "step":
-            self._attempt.step_seconds += now - self._mark
+            waited = min(waited, spent)
+            self._attempt.step_seconds += spent - waited
+            self._attempt.seconds["data_wait"] += waited
         else:
-            self._attempt.seconds[cause] += now - self._mark
+            self._attempt.seconds[cause] += spent
         self._mark, self._gap = now, then
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -63,6 +68,7 @@ class GoodputLog(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Here the steps begin."""
         self._clock.start(trainer)
+        self._data_wait = data_wait_of(trainer)
         self._account("restore" if trainer.ckpt_path is not None else "startup", "startup")
         if self._attempt is not None:
             self._attempt.first_step = self._attempt.last_step = trainer.global_step
@@ -71,14 +77,14 @@ class GoodputLog(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """What lies behind the last batch was a wait for data, if it was nothing else."""
+        """What lies behind the last batch was the next one's, if it was nothing else."""
         self._account(self._gap, "step")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the step; now and then write and log."""
-        self._account("startup" if self._first else "step", "data_wait")
+        self._account("startup" if self._first else "step", "step")
         if not self._clock.ended_step(trainer) or self._attempt is None:
             return
         self._first = False
@@ -94,7 +100,7 @@ class GoodputLog(L.Callback):
         """A checkpoint is made between two batches."""
         if self._gap == "end":
             self._account("end", "save")
-        elif self._gap in ("data_wait", "validation"):
+        elif self._gap in ("step", "validation"):
             self._gap = "save"
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -105,7 +111,7 @@ class GoodputLog(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Up to here it was."""
         if not trainer.sanity_checking:
-            self._account("validation", "data_wait")
+            self._account("validation", "step")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The last step is done."""

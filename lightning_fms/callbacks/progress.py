@@ -5,8 +5,7 @@ below it follows in between, twice a second at most. Reading a loss from a devic
 only for a line that is shown. Figures come from what other callbacks logged: a column without a figure stays empty. They are
 logged on logging steps only, so in between a line that stays leaves them out, and the live line says of which step they are.
 
-The wait for data is measured here: the share of the time since the line before that the host spent asking for the next batch,
-between two batches with neither a save nor a validation.
+The wait for data is the share of the time since the line before that the host spent fetching batches; see `data_clock`.
 """
 
 import sys
@@ -20,6 +19,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 
 from lightning_fms.callbacks.cadence import StepClock, logging_due
+from lightning_fms.callbacks.data_clock import DataWait, data_wait_of
 from lightning_fms.callbacks.peaks import peak_of
 
 REFRESH_SECONDS = 0.5
@@ -92,7 +92,7 @@ class Progress(ProgressBar):
         self._shown = 0.0
         self._live = 0
         self._columns: tuple[Column, ...] = ()
-        self._ended: float | None = None  # the last batch, while nothing else than a wait for data followed
+        self._data_wait: DataWait | None = None
         self._waited, self._line_at = 0.0, 0.0
 
     def disable(self) -> None:
@@ -111,31 +111,16 @@ class Progress(ProgressBar):
         """The head of the table."""
         self._clock.start(trainer)
         self._first, self._shown = None, 0.0
-        self._ended, self._waited, self._line_at = None, 0.0, time.monotonic()
+        self._data_wait, self._waited, self._line_at = data_wait_of(trainer), 0.0, time.monotonic()
         self._columns = columns_for(trainer.strategy.root_device)
         titles = "".join(f"{title:>{width}}" for title, width, _, _ in self._columns)
         self._line(f"{'step':>9}{titles}{'left':>10}")
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """The batch is there."""
-        if self._ended is not None:
-            self._waited += time.monotonic() - self._ended
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """What goes on is no wait for data."""
-        self._ended = None
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What goes on is no wait for data."""
-        self._ended = None
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """A line of the first step and every `every_n_steps`; on a terminal a live one in between."""
-        self._ended = now = time.monotonic()
+        now = time.monotonic()
         if not (self._clock.ended_step(trainer) and self._enabled):
             return
         stays = trainer.global_step % self.every_n_steps == 0 or trainer.global_step == trainer.max_steps
@@ -146,6 +131,8 @@ class Progress(ProgressBar):
         self._shown = now
         fresh = logging_due(trainer)
         metrics = metrics_of(trainer, outputs, logged=fresh or not stays)
+        assert self._data_wait is not None
+        self._waited += self._data_wait.take()
         metrics[DATA_WAIT] = self._waited / max(now - self._line_at, 1e-9)
         if stays:
             self._waited, self._line_at = 0.0, now

@@ -2,8 +2,7 @@
 
 A sharded step takes as long as its slowest rank, and looks equally slow on all of them. What tells them apart is when each
 one began its collectives (see `collectives`), and how long it waited for data. Both are looked at now and then, and exchanged
-beside the steps: sent off at one step and read at the next, on the CPU. Nothing waits for the device. Data that the data module
-loads ahead, inside of a step, counts as own work. On GPUs the host runs ahead
+beside the steps: sent off at one step and read at the next, on the CPU. Nothing waits for the device. On GPUs the host runs ahead
 of the device, so a slow host or slow data shows at once, a slow GPU where the host waits for its device.
 """
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from lightning_fms.callbacks.agreement import agreement_of
 from lightning_fms.callbacks.cadence import StepClock
 from lightning_fms.callbacks.collectives import Begun, begun, lateness
+from lightning_fms.callbacks.data_clock import DataWait, data_wait_of
 
 _COLLECTIVES = 256  # of each rank that are compared
 _NUMBERS = 3  # seconds, data wait, key
@@ -69,8 +69,7 @@ class Straggler(L.Callback):
         self._clock = StepClock()
         self._hosts: list[str] = []
         self._seen: list[int] = []
-        self._data_wait = 0.0
-        self._batch_ended: float | None = None
+        self._data_wait: DataWait | None = None
         self._since, self._since_wall, self._steps = 0.0, 0.0, 0
         self._sent: tuple[list[Tensor], dist.Work | None] | None = None
 
@@ -81,15 +80,8 @@ class Straggler(L.Callback):
         hosts: list[Any] = [socket.gethostname()] * trainer.world_size
         if group is not None:
             dist.all_gather_object(hosts, socket.gethostname(), group=group)
-        self._hosts, self._seen, self._sent, self._batch_ended = hosts, [], None, None
+        self._hosts, self._seen, self._sent, self._data_wait = hosts, [], None, data_wait_of(trainer)
         self._restart()
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """What lies behind the end of the last batch was waiting for this one."""
-        if self._batch_ended is not None:
-            self._data_wait += time.monotonic() - self._batch_ended
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -102,11 +94,6 @@ class Straggler(L.Callback):
             if trainer.global_step % self.every_n_steps == 0:
                 self._send(trainer)
                 self._restart()
-        self._batch_ended = time.monotonic()
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A validation is no waiting for data."""
-        self._batch_ended = None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Read what the last step sent, if it did."""
@@ -115,15 +102,16 @@ class Straggler(L.Callback):
 
     def _restart(self) -> None:
         self._since, self._since_wall = time.monotonic(), time.time()
-        self._data_wait, self._steps = 0.0, 0
+        self._steps = 0
 
     def _send(self, trainer: L.Trainer) -> None:
         group = agreement_of(trainer).group
         recorded = begun(self._since_wall, without=group) if group is not None else None
-        seconds = (time.monotonic() - self._since) / self._steps
+        assert self._data_wait is not None
+        seconds, waited = (time.monotonic() - self._since) / self._steps, self._data_wait.take() / self._steps
         # [seconds, data wait, key | steps, (number, seconds) x N]; what is not filled is -1
         mine = torch.full((_NUMBERS + 1 + 2 * _COLLECTIVES,), -1.0, dtype=torch.float64)
-        mine[:_NUMBERS] = torch.tensor([seconds, self._data_wait / self._steps, recorded.key if recorded else -1])
+        mine[:_NUMBERS] = torch.tensor([seconds, waited, recorded.key if recorded else -1])
         mine[_NUMBERS] = self._steps
         if recorded is not None:
             pairs = list(zip(recorded.numbers, recorded.seconds, strict=True))[-_COLLECTIVES:]

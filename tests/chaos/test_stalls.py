@@ -100,12 +100,17 @@ class Tired(pl.Callback):
         loader.micro_batches = slowly
 
 
-@pytest.mark.parametrize(("where", "why"), [("work", "its own work takes longer"), ("data", "its data comes late")])
-def test_f7_a_slow_rank_is_named_with_its_host_and_cause(corpus, tmp_path, where, why) -> None:
+@pytest.mark.parametrize(
+    ("where", "why", "loads_ahead"),
+    [
+        ("work", "its own work takes longer", True),
+        ("data", "its data comes late", True),
+        ("data", "its data comes late", False),
+    ],
+)
+def test_f7_a_slow_rank_is_named_with_its_host_and_cause(corpus, tmp_path, where, why, loads_ahead) -> None:
     straggler = Straggler(every_n_steps=4, patience=2)
-    plan = Plan(
-        corpus, tmp_path, steps=13, every=100, mask_first=False
-    )  # else the next batch is loaded inside of a step
+    plan = Plan(corpus, tmp_path, steps=13, every=100, mask_first=loads_ahead)
     slow = start(plan, "slow", WORLD, (straggler, Tired(tmp_path, straggler, where)))
     assert slow.codes() == [0] * WORLD, slow.output()
     for rank in range(WORLD):
