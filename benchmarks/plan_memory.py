@@ -21,8 +21,10 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +149,7 @@ def run_all(arguments: argparse.Namespace) -> None:
         start = time.monotonic()
         row = {"shape": shape, "configuration": asdict(configuration)}
         row |= run_one(job_of(SHAPES[shape], device.type == "cuda"), configuration, device, arguments.steps)
-        rows.append(row | {"seconds": round(time.monotonic() - start, 1)})
+        rows.append(row | {"took": round(time.monotonic() - start, 1)})
         arguments.real.write_text(
             json.dumps({"torch": torch.__version__, "device": _name(device), "rows": rows}, indent=1)
         )
@@ -165,12 +167,14 @@ def _outcome(row: dict[str, Any]) -> str:
     gib = {name: row[name] / GIB for name in ("allocated", "reserved", "before")}
     return (
         f"{gib['allocated']:8.3f} GiB, reserved {gib['reserved']:6.2f}, before {gib['before']:.3f}, "
-        f"step {row['step_seconds'] * 1e3:.0f} ms; {row['seconds']} s"
+        f"step {min(row['seconds']) * 1e3:.0f} ms; {row['took']} s"
     )
 
 
-def run_one(job: dict[str, Any], configuration: Configuration, device: torch.device, steps: int) -> dict[str, Any]:
-    """Peaks of one configuration, or the error that it ended with."""
+def run_one(
+    job: dict[str, Any], configuration: Configuration, device: torch.device, steps: int, warmup: int = 1
+) -> dict[str, Any]:
+    """Peaks and times of one configuration, or the error that it ended with."""
     gc.collect()
     meter = _Meter(device)
     try:
@@ -178,11 +182,11 @@ def run_one(job: dict[str, Any], configuration: Configuration, device: torch.dev
             made = assemble(job, structure_of(configuration), mesh, device=device)
             try:
                 hold = configuration.accumulate_without_reduce
-                seconds = meter.steps(
-                    lambda: run_step(made.subject, configuration.micro_batch_size, configuration.micro_batches, hold),
-                    steps,
-                )
-                return {**meter.read(), "step_seconds": seconds}
+                rows, times = configuration.micro_batch_size, configuration.micro_batches
+                for _ in range(warmup):
+                    run_step(made.subject, rows, times, hold)
+                seconds = meter.steps(partial(run_step, made.subject, rows, times, hold), steps)
+                return {**meter.read(), "seconds": seconds}
             finally:
                 made.undo()
     except torch.OutOfMemoryError:
@@ -202,24 +206,24 @@ class _Meter:
             torch.cuda.empty_cache()
             self.before = torch.cuda.memory_allocated()
 
-    def steps(self, step: Any, count: int) -> float:
-        """Run one step, then `count` that are measured; seconds of the last."""
-        step()
-        if self.device.type != "cuda":
+    def steps(self, step: Callable[[], None], count: int) -> list[float]:
+        """Run steps; seconds of each, and from here on the peak counts."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        else:
             gc.collect()
             self.tracker.hold(t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter))
-            with self.tracker:
-                self.tracker.phase("step")
-                for _ in range(count):
-                    step()
-            return 0.0
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(count):
-            began = time.perf_counter()
-            step()
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
+            self.tracker.phase("step")
+        seconds = []
+        with nullcontext() if self.device.type == "cuda" else self.tracker:
+            for _ in range(count):
+                began = time.perf_counter()
+                step()
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - began)
+        return seconds
 
     def read(self) -> dict[str, Any]:
         if self.device.type != "cuda":
