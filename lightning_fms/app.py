@@ -22,6 +22,7 @@ import lightning as L
 import torch
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_fms.callbacks import InitialWeights
@@ -32,10 +33,10 @@ from lightning_fms.launch.process_group import JOB, RESTART, RUN_FILE
 from lightning_fms.launch.result import Result, objective_in, write_result
 from lightning_fms.launch.words import key_of
 from lightning_fms.lost_rank import is_lost_connection, watching
+from lightning_fms.out_of_memory import OutOfMemory, cause_of, explained
 from lightning_fms.ranks import agree, launcher
 from lightning_fms.resume import find_former, is_given, longer_command, resume_command
-from lightning_fms.run_check import VOCAB, check
-from lightning_fms.run_check import devices_asked as devices_asked  # for `fms-plan`, which asks this module for all
+from lightning_fms.run_check import VOCAB, check, devices_asked
 from lightning_fms.run_folder import (
     Reservation,
     RunRecord,
@@ -47,6 +48,7 @@ from lightning_fms.run_folder import (
     saved,
     step_of,
 )
+from lightning_fms.tensorboard_record import TensorBoardRecord
 
 # What Lightning tells every user at every start, and what a product would not show.
 _UNSHOWN_WARNINGS = (
@@ -82,10 +84,20 @@ def train(cfg: DictConfig, overrides: list[str]) -> float | None:
     _tell_supervisor(folder)
     try:
         return _fit(cfg, overrides, Path(folder), former["checkpoint"])
-    except BaseException:
+    except BaseException as error:
         for reservation in reserved:
             discard(reservation)
+        if (cause := cause_of(error)) is not None:
+            raise _out_of_memory(cause, cfg, overrides) from error
         raise
+
+
+def _out_of_memory(cause: BaseException, cfg: DictConfig, overrides: list[str]) -> OutOfMemory:
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(plain, dict)
+    on_gpu = isinstance(cause, torch.OutOfMemoryError)
+    ranks = devices_asked(cfg.trainer) * cfg.trainer.get("num_nodes", 1)
+    return OutOfMemory(explained(cause, {str(k): v for k, v in plain.items()}, ranks, on_gpu, overrides))
 
 
 def _follow_launcher(cfg: DictConfig) -> None:
@@ -225,19 +237,19 @@ def _fill_vocabulary(cfg: DictConfig, datamodule: Any) -> None:
 
 def _trainer(cfg: DictConfig, record: RunRecord) -> L.Trainer:
     """The Trainer with everything that goes into it."""
-    callbacks = list(_instances(cfg.callbacks))
+    callbacks = list(_instances(cfg.callbacks, "callbacks", L.Callback))
     if "_target_" in cfg.kernels:
         callbacks.insert(0, instantiate(cfg.kernels, _convert_="all"))
     if cfg.get("weights"):
         callbacks.insert(0, InitialWeights(cfg.weights))
-    loggers = list(_instances(cfg.logger))
+    loggers = list(_instances(cfg.logger, "logger", Logger))
     precision: dict[str, Any] = {"precision": cfg.precision.get("name")}
     if "_target_" in cfg.precision:
         precision = {"plugins": [instantiate(cfg.precision, _convert_="all")]}
     return instantiate(
         cfg.trainer,
         strategy=instantiate(cfg.strategy, _convert_="all"),
-        callbacks=[record, *callbacks],
+        callbacks=[record, TensorBoardRecord(record.config, record.overrides, program()), *callbacks],
         logger=loggers or False,
         default_root_dir=str(record.folder),
         _convert_="all",
@@ -245,11 +257,16 @@ def _trainer(cfg: DictConfig, record: RunRecord) -> L.Trainer:
     )
 
 
-def _instances(group: DictConfig | None) -> Iterator[Any]:
+def _instances(group: DictConfig | None, name: str, kind: type) -> Iterator[Any]:
     """The objects of a group `{name: node}`; a node that is null was taken out by the user."""
-    for node in (group or {}).values():
+    for key, node in (group or {}).items():
         if node is not None:
-            yield instantiate(node, _convert_="all")
+            made = instantiate(node, _convert_="all")
+            if not isinstance(made, kind):
+                what = f"{type(made).__name__} is no {kind.__name__} of Lightning"
+                entry = f"{name}.{key!s}"
+                raise ConfigError(f"{entry}: {what}; name one, or leave it out by ~{entry}")
+            yield made
 
 
 def closing_lines(

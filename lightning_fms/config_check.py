@@ -122,6 +122,10 @@ def described(hint: Any) -> str:
         return " or ".join(described(choice) for choice in arguments)
     if origin is Literal:
         return " or ".join(repr(choice) for choice in arguments)
+    if origin in (tuple, list, Sequence):
+        of = dict.fromkeys(described(argument) for argument in arguments if argument is not Ellipsis)
+        count = f" of {len(arguments)}" if origin is tuple and Ellipsis not in arguments else ""
+        return f"a list{count}, written '[a, b]', each {' or '.join(of)}" if of else "a list, written '[a, b]'"
     if origin in (dict, Mapping):
         return "a mapping, written '{name: value}'"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}

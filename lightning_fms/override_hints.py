@@ -8,6 +8,8 @@ import difflib
 import inspect
 import re
 from collections.abc import Collection, Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
@@ -17,6 +19,7 @@ from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
+_BARE = re.compile(r"Error parsing override '([^'=]+)' missing EQUAL")
 _REFUSED = re.compile(r"Could not override '([^']+)'")
 # Arguments of the Trainer that have a group or a key of their own.
 SUPPLIED = {
@@ -39,18 +42,33 @@ def explain(message: str, overrides: Sequence[str], config: str = "train") -> st
         overrides: the words of the command line that are overrides.
         config: the one that they override.
     """
+    if bare := _BARE.search(message):
+        return f"{bare[1]}: no value; give <key>=<value>{_without_equals(bare[1])}"
     for override in overrides:
         try:
             OverridesParser.create().parse_overrides([override])
         except HydraException:
             key, _, value = override.partition("=")
+            if any(value.count(one) != value.count(other) for one, other in ("{}", "[]", "()")):
+                return f"{override}: a bracket is not closed; a list is written '[a, b]' and a mapping '{{name: value}}', in quotes"
             return f"{override}: the value is no plain word; put quotes around it: \"{key}='{value}'\""
+    if "group override must be a string" in message:
+        groups = [override for override in overrides if override.endswith("=null") and "." not in override]
+        return f"{groups[0] if groups else message}: a group takes the name of an option; ~<group> takes one out"
     refused = _REFUSED.search(message)
     if refused is None:
         return message
     key = refused[1]
     typed = next((override for override in overrides if override.partition("=")[0] == key), key)
     return f"{typed}: {_meant(key, overrides, config)}"
+
+
+def _without_equals(word: str) -> str:
+    """What was meant by a word without `=`: the name of an experiment, a file of several, a key."""
+    if Path(word).suffix in (".jsonl", ".json", ".txt", ".parquet", ".gz", ".zst", ".arrow") or Path(word).exists():
+        return "; a shell has made several words of a star: put quotes around it, 'data.sources.mine=/corpus/*.jsonl'"
+    names = {path.name.removesuffix(".yaml") for path in files("lightning_fms.conf").joinpath("experiment").iterdir()}
+    return f", e.g. experiment={word}" if word in names else f", e.g. {word}=1" if "." in word else ""
 
 
 def _meant(key: str, overrides: Sequence[str], name: str) -> str:
@@ -61,6 +79,10 @@ def _meant(key: str, overrides: Sequence[str], name: str) -> str:
             "this data config has sources of its own; for yours, type "
             "data=text 'data.sources={name: /path/*.jsonl}' data.tokenizer=bytes"
         )
+    if key.startswith(("plan.", "hardware.")) and name == "train":
+        return "is a setting of fms-plan"
+    if f"~{key.partition('.')[0]}" in overrides:
+        return f"~{key.partition('.')[0]} has taken this group out; leave one of the two out"
     if key in keys:
         return f"takes no other names than it has; add one by +{key}.<name>=<value>, remove one by ~{key}.<name>"
     group, _, argument = key.rpartition(".")

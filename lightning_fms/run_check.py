@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_fms.config_check import MISSING, ConfigError, check_targets
+from lightning_fms.config_check import MISSING, ConfigError, check_targets, shown
 from lightning_fms.depth import checked
 from lightning_fms.override_hints import SUPPLIED
 from lightning_fms.ranks import launcher
@@ -48,6 +48,7 @@ def check(cfg: DictConfig) -> None:
     first = {group: plain[group] for group in ("trainer", "data", "optimizer", "scheduler") if group in plain}
     check_targets({**first, **plain}, supplied={VOCAB, *_filled_in(plain)})
     _check_supplied(cfg)
+    _check_lists(plain)
     if cfg.get("weights") and cfg.resume not in (None, "auto"):
         raise ConfigError(
             f"weights={cfg.weights} with resume={cfg.resume}: the checkpoint brings weights; give one of the two"
@@ -72,6 +73,17 @@ def _check_supplied(cfg: DictConfig) -> None:
     for key, instead in SUPPLIED.items():
         if key in cfg.trainer:
             raise ConfigError(f"trainer.{key} would have no effect: give {instead}")
+
+
+def _check_lists(plain: Mapping[Any, Any]) -> None:
+    """Entries of the groups that are lists with names: an entry without a class would make nothing."""
+    for group in ("callbacks", "logger"):
+        for name, node in (plain.get(group) or {}).items():
+            if node is not None and not (isinstance(node, Mapping) and "_target_" in node):
+                raise ConfigError(
+                    f"{group}.{name}={shown(node)}: names no class, so it would do nothing; give {group}.{name}._target_=<class>, "
+                    f"or take it out by ~{group}.{name}"
+                )
 
 
 def devices_asked(trainer: DictConfig) -> int:
@@ -129,6 +141,8 @@ def _check_numbers(cfg: DictConfig) -> None:
     """Numbers that their target would take, and make something else of than was meant."""
     if not 0 <= cfg.seed < 2**32:
         raise ConfigError(f"seed={cfg.seed}: give a whole number from 0 to {2**32 - 1}")
+    if not re.fullmatch(r"[\w.=,+@-]+", str(cfg.name)) or str(cfg.name).startswith("."):
+        raise ConfigError(f"name={cfg.name}: it becomes a folder; give letters, digits, _, - and dots, e.g. name=mine")
     trainer = cfg.trainer
     if (trainer.get("gradient_clip_val") or 0) < 0:
         raise ConfigError(

@@ -66,8 +66,13 @@ def is_mistake_in_config(error: BaseException) -> bool:
     if type(error).__name__ == "InstantiationException" and error.__cause__ is not None:
         return is_mistake_in_config(error.__cause__)
     kinds = (HydraException, OmegaConfBaseException, ValueError, OSError, NotImplementedError)
-    of_kind = isinstance(error, kinds) or type(error).__name__ == "MisconfigurationException"
+    of_kind = isinstance(error, kinds) or type(error).__name__ == "MisconfigurationException" or _names_an_extra(error)
     return of_kind and all(_explains_itself(cause) for cause in _chain(error))
+
+
+def _names_an_extra(error: BaseException) -> bool:
+    """Whether a package is missing that only a choice of the user's needs, and the message says how to install it."""
+    return isinstance(error, ImportError) and "pip install" in str(error)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -98,14 +103,22 @@ def report(error: Exception, with_traceback: bool = False, command: str = "fms-t
     if is_lost_connection(error) and not with_traceback:
         print(f"{command}: rank {_rank()}: lost another rank, which says why if it could", file=sys.stderr, flush=True)
         sys.exit(1)
+    if type(error).__name__ == "OutOfMemory":
+        if with_traceback:
+            traceback.print_exception(error)
+        print(f"{command}: error{_on_rank()}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
     in_config = is_mistake_in_config(error)
     if with_traceback or not in_config:
         traceback.print_exception(error)
     if not in_config:
         sys.exit(1)
-    place = f" on rank {_rank()}" if _rank() != "0" else ""
-    print(f"{command}: error{place}: {one_line(error)}", file=sys.stderr)
+    print(f"{command}: error{_on_rank()}: {one_line(error)}", file=sys.stderr)
     sys.exit(2)
+
+
+def _on_rank() -> str:
+    return f" on rank {_rank()}" if _rank() != "0" else ""
 
 
 def _rank() -> str:

@@ -9,12 +9,16 @@ from lightning_fms.callbacks.grad_norm import GradNorm
 from lightning_fms.callbacks.hang_watchdog import HangWatchdog
 from lightning_fms.callbacks.initial_weights import InitialWeights
 from lightning_fms.callbacks.memory import Memory
+from lightning_fms.callbacks.memory_snapshot import MemorySnapshot
 from lightning_fms.callbacks.overlap import Overlap
+from lightning_fms.callbacks.profiler import Profiler
 from lightning_fms.callbacks.progress import Progress
 from lightning_fms.callbacks.resilience import Resilience
 from lightning_fms.callbacks.sample import Sample
 from lightning_fms.callbacks.straggler import Straggler
+from lightning_fms.callbacks.straggler_map import StragglerMap
 from lightning_fms.callbacks.summary import Summary
+from lightning_fms.callbacks.tensorboard_layout import TensorBoardLayout
 from lightning_fms.callbacks.throughput import Throughput
 
 __all__ = [
@@ -26,12 +30,16 @@ __all__ = [
     "HangWatchdog",
     "InitialWeights",
     "Memory",
+    "MemorySnapshot",
     "Overlap",
+    "Profiler",
     "Progress",
     "Resilience",
     "Sample",
     "StepCheckpoint",
     "Straggler",
+    "StragglerMap",
     "Summary",
+    "TensorBoardLayout",
     "Throughput",
 ]

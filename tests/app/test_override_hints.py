@@ -18,6 +18,12 @@ from lightning_fms.override_hints import explain
         ("Could not override 'trainer.limit_train_batches'.", [], "+trainer.limit_train_batches=<value> sets it"),
         ("Could not override 'trainer.precision'.", [], "give precision=<option>"),
         ("something else", ["a=b"], "something else"),
+        ("missing EQUAL", ["data.sources={web: a"], "data.sources={web: a: a bracket is not closed"),
+        ("Error parsing override 'b.jsonl' missing EQUAL at", [], "put quotes around it, 'data.sources.mine=/corpus/*.jsonl'"),
+        ("Error parsing override 'data.seq_len' missing EQUAL at", [], "data.seq_len: no value; give <key>=<value>"),
+        ("Config group override must be a string or a list", ["optimizer=null"], "optimizer=null: a group takes the name"),
+        ("Could not override 'plan.tokens'.", [], "plan.tokens: is a setting of fms-plan"),
+        ("Could not override 'scheduler.x'.", ["~scheduler", "scheduler.x=1"], "~scheduler has taken this group out"),
     ],
 )  # fmt: skip
 def test_the_message_names_the_fix(message: str, overrides: list[str], words: str) -> None:

@@ -150,6 +150,16 @@ def test_resume_from_a_path_makes_a_new_run(monkeypatch) -> None:
         (["optimizer.lr=-1"], "optimizer.lr=-1: Invalid learning rate"),
         (["optimizer.betas=[0.9,2]"], "optimizer.betas=[0.9, 2]: Invalid beta"),
         (["scheduler.warmup_steps=9"], "scheduler.warmup_steps=9: warmup_steps=9 is not below total_steps=4"),
+        (["trainer.max_steps=0"], "trainer.max_steps=0: give the number of optimizer steps"),
+        (["trainer.max_steps=1e3"], "trainer.max_steps=1000.0: Trainer wants a whole number; write 1000"),
+        (["trainer.max_steps"], "trainer.max_steps: no value; give <key>=<value>"),
+        (["quickstart"], "quickstart: no value; give <key>=<value>, e.g. experiment=quickstart"),
+        (["trainer.log_every_n_steps=-3"], "trainer.log_every_n_steps=-3: give a number of steps, or 0"),
+        (["trainer.accelerator=tpu"], "trainer: Requirement 'torch_xla"),
+        (["name=a/b"], "name=a/b: it becomes a folder"),
+        (["+callbacks.x=5"], "callbacks.x=5: names no class"),
+        (["+callbacks.x._target_=torch.nn.Identity"], "callbacks.x: Identity is no Callback of Lightning"),
+        (["callbacks=none"], "names no class, so it would do nothing"),
         (["data=text"], "give data.sources.<name>='<files"),
         (["data=text", "data.sources.web=."], "give data.tokenizer=<tokenizer.json>, or data.tokenizer=bytes"),
     ],
@@ -166,6 +176,12 @@ def test_a_mistake_is_one_line_exit_code_2_and_leaves_nothing(overrides, message
     assert message in line
     assert "Traceback" not in err
     assert not list(Path().glob("runs/*/[0-9]*"))
+
+
+def test_flags_may_stand_between_overrides(monkeypatch, capsys) -> None:
+    words = [*SHORT, "-m", "optimizer.lr=-1,-2", "hydra/launcher=basic"]
+    assert call(monkeypatch, *words) == 2
+    assert "optimizer.lr=-1: Invalid learning rate" in capsys.readouterr().err
 
 
 def test_resume_auto_without_any_run_says_so(monkeypatch, capsys) -> None:
