@@ -40,7 +40,8 @@ def _memory(plan: Plan, path: Path) -> None:
 
 def _label(k: Configuration) -> str:
     rows = f"{k.micro_batch_size} x {k.micro_batches}"
-    return f"{rows}, {layout(k)}, {k.activation_checkpointing}, {k.precision}{', offload' if k.cpu_offload else ''}"
+    moved = ", offload" if k.cpu_offload or k.activation_offload else ""
+    return f"{rows}, {layout(k)}, {k.activation_checkpointing}, {k.precision}{moved}"
 
 
 def _cost(plan: Plan, path: Path) -> None:

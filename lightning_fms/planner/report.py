@@ -84,7 +84,7 @@ def _cells(plan: Plan, c: Candidate, mark: str) -> Line:
     flag = " !" if mfu > IMPLAUSIBLE_MFU else ""
     return (
         mark, c.verdict.value, f"{low:.1f}-{high:.1f}", f"{k.micro_batch_size} x {k.micro_batches}", layout(k),
-        k.activation_checkpointing, k.precision, k.kernels, "yes" if k.cpu_offload else "no", _spread(c.interval),
+        k.activation_checkpointing, k.precision, k.kernels, offload(k), _spread(c.interval),
         f"{run.tokens_per_step / c.seconds:,.0f}", f"{mfu:.0%}{flag}", _spread(tuple(s * run.steps / DAY for s in c.interval)),
         f"{c.gpu_hours(run):,.0f}", _money(c.rent(run, plan.hardware)),
     )  # fmt: skip
@@ -94,6 +94,12 @@ def layout(k: Configuration) -> str:
     """Sharding, and how gradients wait where there are several micro-batches."""
     waits = k.devices > 1 and k.micro_batches > 1 and not k.accumulate_without_reduce
     return f"{k.sharding}{', reduce each' if waits else ''}"
+
+
+def offload(k: Configuration) -> str:
+    """What lies in the host's memory."""
+    parts = ["weights" if k.cpu_offload else "", "activations" if k.activation_offload else ""]
+    return ", ".join(part for part in parts if part) or "no"
 
 
 def _spread(interval: Sequence[float]) -> str:

@@ -12,8 +12,10 @@ class PlanSettings:
         tokens: the run trains on so many; None = steps x rows x tokens of the config. The step stays as it is.
         vocab_size: ids, where neither the model nor the tokenizer says; 128,256 are Llama 3's.
         checkpointing: modes of activation checkpointing to try.
-        offload: whether to try the host's memory.
-        precisions: options of `precision` to try; None = the config's, and fp8 where the hardware has it.
+        offload: whether to try the host's memory for weights and optimizer.
+        activation_offload: whether to try it for activations. Off by default: it is slow, and twice the probes.
+        precisions: options of `precision` to try, or recipes of `fp8`; None = the config's, and where the hardware has FP8 the
+            fastest recipe (`fused` on one device, `fp8` on several, where `fused` has not been measured).
         kernels: options of `kernels` to try. `none` is left out by default: it never needs less memory, and twice the probes.
         largest_micro_batch: rows of a device at once, at most; None = all of its rows.
         probe_rows: two numbers of rows at which memory is followed; others are on the straight line.
@@ -35,6 +37,7 @@ class PlanSettings:
     vocab_size: int = 128256
     checkpointing: Sequence[str] = ("none", "selective", "full")
     offload: Sequence[bool] = (False, True)
+    activation_offload: Sequence[bool] = (False,)
     precisions: Sequence[str] | None = None
     kernels: Sequence[str] = ("all",)
     largest_micro_batch: int | None = 64
@@ -71,6 +74,6 @@ class PlanSettings:
                 raise ValueError(f"plan.{name}={values}: give whole numbers above 0")
         if odd := [mode for mode in self.checkpointing if mode not in ("none", "selective", "full")]:
             raise ValueError(f"plan.checkpointing={odd}: a plan knows none, selective (every n-th block) and full")
-        for name in ("checkpointing", "offload", "kernels"):
+        for name in ("checkpointing", "offload", "activation_offload", "kernels"):
             if not list(getattr(self, name)):
                 raise ValueError(f"plan.{name}=[]: give at least one")

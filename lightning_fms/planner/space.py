@@ -44,6 +44,7 @@ class Configuration:
         reshard_after_forward: gather parameters again in backward.
         accumulate_without_reduce: hold whole gradients until the last micro-batch.
         cpu_offload: shards and optimizer in the host's memory.
+        activation_offload: what blocks keep for their backward in the host's memory.
         precision: an option of the group `precision`, or a recipe of its option `fp8`.
         kernels: an option of the group `kernels`.
         micro_batch_size: rows that a device computes at once.
@@ -60,6 +61,7 @@ class Configuration:
     kernels: str = "none"
     micro_batch_size: int = 1
     micro_batches: int = 1
+    activation_offload: bool = False
 
     @property
     def devices(self) -> int:
@@ -78,7 +80,7 @@ class Configuration:
 
     def overrides(self) -> list[str]:
         """What to give `fms-train` for it."""
-        flags = ("reshard_after_forward", "accumulate_without_reduce", "cpu_offload")
+        flags = ("reshard_after_forward", "accumulate_without_reduce", "cpu_offload", "activation_offload")
         return [
             f"strategy.replicate={self.replicate}",
             f"strategy.shard={self.shard}",
@@ -183,6 +185,7 @@ def enumerate_space(
     precisions: Sequence[str] = ("bf16",),
     kernels: Sequence[str] = ("none", "all"),
     largest_micro_batch: int | None = None,
+    activation_offload: Sequence[bool] = (False,),
 ) -> list[Configuration]:
     """Every configuration for `devices` devices, each once.
 
@@ -195,6 +198,7 @@ def enumerate_space(
         precisions: options of `precision`.
         kernels: options of `kernels`.
         largest_micro_batch: leave out larger ones.
+        activation_offload: whether to try the host's memory for activations.
 
     Raises:
         ValueError: numbers that do not fit each other.
@@ -205,13 +209,16 @@ def enumerate_space(
     sizes = [size for size in micro_batch_sizes(rows) if largest_micro_batch is None or size <= largest_micro_batch]
     found: dict[Configuration, None] = {}
     for size, layout in product(sizes, _layouts(devices, nodes)):
-        for mode, moved, precision, kernel in product(checkpointing, offload, precisions, kernels):
+        for mode, moved, pages, precision, kernel in product(
+            checkpointing, offload, activation_offload, precisions, kernels
+        ):
             if moved and layout.shard == 1 and layout.devices > 1:
                 continue
             candidate = replace(
                 layout,
                 activation_checkpointing=mode,
                 cpu_offload=moved,
+                activation_offload=pages,
                 precision=precision,
                 kernels=kernel,
                 micro_batch_size=size,

@@ -9,26 +9,30 @@ the shares of the peaks that training reaches:
 What is counted (bytes per parameter of the rank, unless said):
 
 - FLOPs: of forward and backward (3 forwards), and forwards that are computed again; fp32 at TF32's rate;
-- optimizer 28 (AdamW on fp32: read weight, gradient, two moments, write three), gradient norm and clipping 12, and on one
-  device 12 for bf16 copies and gradients cast back;
-- activations: three times what the backward keeps; logits: 30 bytes a logit, 6 where the loss is fused;
-- FP8: 15 bytes a converted weight and micro-batch, and 7 times the activations, for scales and casts (fitted, see below);
+- optimizer in one pass: 30 on one device (weight and two moments read and written in fp32, gradient read twice and copy written
+  in bf16), 32 where gradients are reduced in fp32; 52 by PyTorch (clipping, casts and copies apart);
+- activations: 3.5 times what the backward keeps; logits: 36 bytes a logit, 6 where the loss is fused;
+- FP8, for scales and casts: `fused` 3 times the activations and 6 bytes a converted weight and step, 8 a micro-batch where weights
+  are gathered; torchao's 7 times the activations and 15 bytes a weight and micro-batch;
 - all-gathers in bf16, reduce-scatter in fp32, over the links; 80 % of computing hides them (FSDP prefetches);
-- offload: shards to the GPU for each gather, gradients back, and AdamW at the host's rate of memory.
+- offload: shards to the GPU for each gather, gradients back, and AdamW at the host's rate of memory;
+- activation offload: what blocks keep, to the host and back, beside the computing.
 
-On the H200 the estimate is within 8 % of the eight measured steps of docs/performance.md, on which its constants were fitted. For
-everything else it is a guess with the interval `INTERVAL`: measure where there is a GPU.
+The factors are fitted to the steps of docs/performance.md (H200; bf16 and `fused`, two shapes, recomputation, offloaded
+activations), within 5 %; torchao's to an earlier state of the suite. For everything else the estimate is a guess with the interval
+`INTERVAL`: measure where there is a GPU.
 """
 
 from dataclasses import dataclass
 
 from lightning_fms.planner.hardware import Hardware
-from lightning_fms.planner.space import Configuration
+from lightning_fms.planner.space import FP8_RECIPES, Configuration
 
 INTERVAL = (0.8, 1.35)  # of the estimate
-BANDWIDTH_EFFICIENCY = 0.7
+BANDWIDTH_EFFICIENCY = 0.8
 LINK_EFFICIENCY = 0.7
 HIDDEN = 0.8  # share of computing time behind which transfers hide
+MOVED = 0.87  # share of the activations that offload moves; the last block's and small tensors stay
 HOST_ADAM_GBPS = 20.0  # memory of the host that one rank's optimizer gets, GB/s
 IMPLAUSIBLE_MFU = 0.75
 DAY = 86_400.0
@@ -46,6 +50,7 @@ class Work:
         seq_len: tokens of a row.
         vocab_size: logits of a token.
         activation_bytes: per row, kept for the backward without recomputation.
+        one_pass: whether the optimizer steps in one pass.
     """
 
     parameters: float
@@ -55,6 +60,7 @@ class Work:
     seq_len: int
     vocab_size: int
     activation_bytes: float
+    one_pass: bool = True
 
 
 @dataclass(frozen=True)
@@ -93,9 +99,9 @@ def step_time(work: Work, configuration: Configuration, hardware: Hardware, ever
     tokens = configuration.micro_batch_size * configuration.micro_batches * work.seq_len
     again = recomputed_share(configuration, every) * work.block_flops_per_token / 3
     flops = {"bf16": tokens * (work.flops_per_token + again), "fp8": 0.0}
-    if configuration.precision == "fp8":
+    if configuration.precision in FP8_RECIPES:
         if hardware.fp8_tflops is None:
-            raise ValueError(f"precision=fp8: {hardware.name} has no FP8")
+            raise ValueError(f"precision={configuration.precision}: {hardware.name} has no FP8")
         converted = tokens * 6 * work.block_weights * (1 + recomputed_share(configuration, every) / 3)
         flops = {"bf16": flops["bf16"] - converted, "fp8": converted}
     at_peak = flops["bf16"] / (hardware.bf16_tflops * 1e12)
@@ -109,29 +115,48 @@ def step_time(work: Work, configuration: Configuration, hardware: Hardware, ever
     links = _links(work, configuration, hardware)
     host = _host(work, configuration, hardware)
     spent = compute + memory / BANDWIDTH_EFFICIENCY
+    pages = _pages(work, configuration, hardware, every)
     parts = {
         "compute": compute,
         "memory": memory / BANDWIDTH_EFFICIENCY,
         "links": max(0.0, links / LINK_EFFICIENCY - HIDDEN * spent),
-        "host": host,
+        "host": host + max(0.0, pages - spent),
     }
     estimate = sum(parts.values())
     model_flops = tokens * work.flops_per_token
     return StepTime(
-        max(at_peak, memory, links, host), estimate, model_flops / estimate / (hardware.bf16_tflops * 1e12), parts
+        max(at_peak, memory, links, host, pages),
+        estimate,
+        model_flops / estimate / (hardware.bf16_tflops * 1e12),
+        parts,
     )
 
 
 def _bytes(work: Work, configuration: Configuration, tokens: int) -> float:
     own = work.parameters / configuration.shard
-    optimizer = 0.0 if configuration.cpu_offload else own * (28 + 12)
-    copies = work.parameters * 12 if configuration.devices == 1 and configuration.precision != "fp32" else 0.0
+    alone = configuration.shard == 1 and configuration.devices == 1
+    step = (30 if alone else 32) if work.one_pass else (52 if alone and configuration.precision != "fp32" else 40)
+    optimizer = 0.0 if configuration.cpu_offload else own * step
     activations = work.activation_bytes * tokens / work.seq_len
-    logits = tokens * work.vocab_size * (6 if configuration.kernels != "none" else 30)
-    casts = 0.0
-    if configuration.precision == "fp8":
-        casts = 15 * work.block_weights * configuration.micro_batches + 7 * activations
-    return optimizer + copies + 3 * activations + logits + casts
+    logits = tokens * work.vocab_size * (6 if configuration.kernels != "none" else 36)
+    return optimizer + 3.5 * activations + logits + _casts(work, configuration, activations, alone)
+
+
+def _casts(work: Work, configuration: Configuration, activations: float, alone: bool) -> float:
+    if configuration.precision not in FP8_RECIPES:
+        return 0.0
+    if configuration.precision == "fused":
+        return work.block_weights * (6 if alone else 8 * configuration.micro_batches) + 3 * activations
+    return work.block_weights * 15 * configuration.micro_batches + 7 * activations
+
+
+def _pages(work: Work, configuration: Configuration, hardware: Hardware, every: int) -> float:
+    """Seconds in which activations go to the host and back; at full recomputation next to nothing does."""
+    if not configuration.activation_offload:
+        return 0.0
+    rows = configuration.micro_batch_size * configuration.micro_batches
+    kept = MOVED * work.activation_bytes * rows * (1 - recomputed_share(configuration, every))
+    return 2 * kept / (hardware.host_gbps * 1e9)
 
 
 def _links(work: Work, configuration: Configuration, hardware: Hardware) -> float:

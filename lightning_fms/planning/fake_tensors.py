@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_fms.distributed import one_pass_optimizer
+from lightning_fms.distributed import offload, one_pass_optimizer
 from lightning_fms.kernels import swap
 from lightning_fms.planner.probe import fake_safe_swap
+from lightning_fms.planner.tracker import storage_key
 from lightning_fms.precision.fused import FusedWeights
 from lightning_fms.precision.row_scaled import empty_weight
 
@@ -23,6 +24,9 @@ def accept_fake_tensors() -> None:
     one_pass_optimizer._OnePass._takes = _takes  # type: ignore[method-assign]
     one_pass_optimizer._OnePass._count = _count  # type: ignore[method-assign]
     one_pass_optimizer.adam_step = _in_place  # type: ignore[assignment]
+    offload.Offload._moves = _moves  # type: ignore[method-assign]
+    for name, method in (("add", _add), ("send", _send), ("_copy", _in_place)):
+        setattr(offload._Page, name, method)
 
 
 def _needs_real_logits(head: nn.Linear, input: Tensor) -> bool:
@@ -42,6 +46,27 @@ def _count(self: Any, params: list[Tensor], steps: list[Tensor]) -> list[int]:
 
 def _in_place(*_: Any) -> None:
     """The kernel of the optimizer makes no tensor."""
+
+
+def _moves(self: Any, tensor: Tensor) -> bool:
+    """As for a plain tensor; of its memory only the size is looked at."""
+    return tensor.layout == torch.strided and tensor.numel() * tensor.element_size() >= max(1, self._least_bytes)
+
+
+def _add(self: Any, tensor: Tensor) -> tuple[Any, int]:
+    """The same tensor twice is one, told by its storage instead of its address."""
+    key = (storage_key(tensor), tensor.storage_offset(), tensor.dtype, tensor.size(), tensor.stride())
+    if key not in self._index:
+        self._index[key] = len(self._leaving)
+        self._leaving.append(tensor.detach())
+        self._versions.append(tensor._version)
+    return self, self._index[key]
+
+
+def _send(self: Any) -> int:
+    """What lies on the host is on `meta` here, and counts nowhere."""
+    self._host = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta") for t in self._leaving]
+    return sum(t.numel() * t.element_size() for t in self._host)
 
 
 class FakeFusedWeights(FusedWeights):

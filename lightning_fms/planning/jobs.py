@@ -46,8 +46,9 @@ def structure_of(configuration: Configuration) -> Structure:
     c = configuration
     wrapped = c.devices > 1 or c.cpu_offload
     return Structure(
-        c.replicate, c.shard, wrapped, c.activation_checkpointing, c.reshard_after_forward, c.precision, c.kernels, ()
-    )
+        c.replicate, c.shard, wrapped, c.activation_checkpointing, c.reshard_after_forward, c.precision, c.kernels, (),
+        c.activation_offload,
+    )  # fmt: skip
 
 
 def variant_of(configuration: Configuration) -> str:

@@ -30,7 +30,7 @@ from lightning_fms.planner.hardware import Hardware
 from lightning_fms.planner.memory import GIB, Outside, Verdict
 from lightning_fms.planner.probe import keep_blocks
 from lightning_fms.planner.settings import PlanSettings
-from lightning_fms.planner.space import Configuration, enumerate_space, precision_overrides
+from lightning_fms.planner.space import FP8_RECIPES, Configuration, enumerate_space, precision_overrides
 from lightning_fms.planner.throughput import Work, step_time
 from lightning_fms.planning.experiment import write_experiment
 from lightning_fms.planning.jobs import Probed, activation_bytes, prediction, probe, structure_of
@@ -61,10 +61,12 @@ def plan(cfg: DictConfig, choices: Mapping[str, Any]) -> report.Plan:
     devices = app.devices_asked(cfg.trainer) * nodes
     work = count_work(cfg)
     run = _run(cfg, settings, work)
-    precisions = _precisions(choices, settings, hardware)
+    precisions = _precisions(cfg, choices, settings, hardware, devices)
+    own_offload = bool(cfg.strategy.get("activation_offload", False))
+    settings = replace(settings, activation_offload=sorted({*settings.activation_offload, own_offload}))
     space = enumerate_space(
         devices, cfg.data.global_batch_size, nodes, list(settings.checkpointing), list(settings.offload), precisions,
-        list(settings.kernels), settings.largest_micro_batch,
+        list(settings.kernels), settings.largest_micro_batch, list(settings.activation_offload),
     )  # fmt: skip
     structures = {structure_of(c) for c in space}
     print(f"fms-plan: {len(space)} configurations, probing {len(structures)} structures without a GPU ...", flush=True)
@@ -135,7 +137,8 @@ def count_work(cfg: DictConfig) -> Work:
     shorter = flops
     if len(blocks) > 1 and keep_blocks(module, list(blocks), len(blocks) - 1):
         shorter = count_train_flops(module).at(cfg.data.seq_len)
-    return Work(parameters, weights, flops, (flops - shorter) * len(blocks), cfg.data.seq_len, vocab, 0.0)
+    one_pass = cfg.strategy.get("one_pass_optimizer", "auto") is not False
+    return Work(parameters, weights, flops, (flops - shorter) * len(blocks), cfg.data.seq_len, vocab, 0.0, one_pass)
 
 
 def _run(cfg: DictConfig, settings: PlanSettings, work: Work) -> Run:
@@ -149,13 +152,20 @@ def _run(cfg: DictConfig, settings: PlanSettings, work: Work) -> Run:
     return Run(cfg.trainer.max_steps, tokens_per_step, work.parameters)
 
 
-def _precisions(choices: Mapping[str, Any], settings: PlanSettings, hardware: Hardware) -> list[str]:
+def _precisions(
+    cfg: DictConfig, choices: Mapping[str, Any], settings: PlanSettings, hardware: Hardware, devices: int
+) -> list[str]:
     if settings.precisions is not None:
-        if "fp8" in settings.precisions and hardware.fp8_tflops is None:
-            raise ConfigError(f"plan.precisions={list(settings.precisions)}: {hardware.name} has no FP8; leave fp8 out")
+        wanted = [precision for precision in settings.precisions if precision in FP8_RECIPES]
+        if wanted and hardware.fp8_tflops is None:
+            raise ConfigError(
+                f"plan.precisions={list(settings.precisions)}: {hardware.name} has no FP8; leave {', '.join(wanted)} out"
+            )
         return list(settings.precisions)
     own = str(choices.get("precision", "bf16"))
-    faster = ["fp8"] if hardware.fp8_tflops is not None and own == "bf16" else []
+    if own == "fp8":
+        return [str(cfg.precision.get("recipe", own)) if cfg.precision.get("recipe") != "tensorwise" else own]
+    faster = ["fused" if devices == 1 else "fp8"] if hardware.fp8_tflops is not None and own == "bf16" else []
     return [own, *faster]
 
 
@@ -233,6 +243,7 @@ def _what_if(
             space = enumerate_space(
                 count, cfg.data.global_batch_size, 1, list(settings.checkpointing), list(settings.offload),
                 sorted({s.precision for s in probed}), list(settings.kernels), settings.largest_micro_batch,
+                list(settings.activation_offload),
             )  # fmt: skip
             others = [c for k in space if (c := elsewhere(k, probed, work, hardware, devices, every)) is not None]
         best = chosen(others)

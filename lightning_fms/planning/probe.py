@@ -30,6 +30,8 @@ from lightning_fms.planning.fake_tensors import accept_fake_tensors
 from lightning_fms.planning.subject import Structure, assemble, process_group
 from lightning_fms.train import one_line
 
+OFFLOAD_REACH = 3  # blocks: one leaves while the next computes, and two are back before their backward
+
 
 def run_job(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Probe each structure of a job; one that fails is a result with its `error`."""
@@ -50,7 +52,7 @@ def _probe(job: Mapping[str, Any], structure: Structure, graphs: Graphs, fake: F
     with process_group(structure) as mesh, fake:
         named = job["config"]["strategy"].get("blocks")
         depth = len(find_blocks(app.lightning_module(OmegaConf.create(job["config"])), named))
-        for blocks in depth_pair(depth, period):
+        for blocks in depth_pair(depth, period, OFFLOAD_REACH if structure.activation_offload else 0):
             graphs.tracker = MemoryTracker()
             made = assemble(job, structure, mesh, blocks if blocks != depth else None, graphs=graphs)
             result |= {"head": made.head, "groups": made.groups}

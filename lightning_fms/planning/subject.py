@@ -50,6 +50,7 @@ class Structure:
         precision: an option.
         kernels: an option.
         variants: of the step, see `probe.VARIANTS`.
+        activation_offload: whether what blocks keep lies on the host.
     """
 
     replicate: int
@@ -60,6 +61,7 @@ class Structure:
     precision: str
     kernels: str
     variants: tuple[str, ...]
+    activation_offload: bool = False
 
 
 @contextmanager
@@ -131,7 +133,8 @@ def assemble(
             cfg.strategy.get("blocks"), False if graphs is not None else compiles,
             activation_checkpointing=structure.activation_checkpointing,
             checkpoint_every=cfg.strategy.get("checkpoint_every", 2),
-            reshard_after_forward=structure.reshard_after_forward, prefetch=cfg.strategy.get("prefetch", 1),
+            reshard_after_forward=structure.reshard_after_forward, activation_offload=structure.activation_offload,
+            prefetch=cfg.strategy.get("prefetch", 1),
         )  # fmt: skip
         groups, _ = shard.choose_groups(module, blocks)
         largest = sorted(_group_bytes(module, list(groups.values())), reverse=True)[:2]

@@ -77,5 +77,5 @@ def test_overrides_say_everything_that_a_configuration_chooses() -> None:
     assert overrides == [
         "strategy.replicate=2", "strategy.shard=4", "strategy.activation_checkpointing=full",
         "strategy.reshard_after_forward=false", "strategy.accumulate_without_reduce=false", "strategy.cpu_offload=true",
-        "precision=fp8", "kernels=all", "data.micro_batch_size=3",
+        "strategy.activation_offload=false", "precision=fp8", "kernels=all", "data.micro_batch_size=3",
     ]  # fmt: skip
