@@ -20,8 +20,10 @@ from typing import Any
 
 import lightning as L
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -61,12 +63,12 @@ _UNSHOWN_WARNINGS = (
 )
 
 
-def train(cfg: DictConfig, overrides: list[str]) -> float | None:
+def train(cfg: DictConfig, overrides: list[str] | None = None) -> float | None:
     """Train as the config says.
 
     Args:
         cfg: the composed `train` config.
-        overrides: the command line that it was composed from.
+        overrides: the command line that it was composed from. `None` = that of the Hydra app that runs.
 
     Returns:
         The objective: the metric that `objective` names, as it was logged last.
@@ -76,6 +78,7 @@ def train(cfg: DictConfig, overrides: list[str]) -> float | None:
         ValueError: for a value that a part refuses.
     """
     quiet()
+    overrides = _given() if overrides is None else overrides
     _follow_launcher(cfg)
     former = agree("resume", lambda: find_former(cfg))
     check(cfg)
@@ -90,6 +93,13 @@ def train(cfg: DictConfig, overrides: list[str]) -> float | None:
         if (cause := cause_of(error)) is not None:
             raise _out_of_memory(cause, cfg, overrides) from error
         raise
+
+
+def _given() -> list[str]:
+    """The overrides of the running Hydra app as they were typed; read one by one, those with `${...}` would be resolved."""
+    found = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    assert isinstance(found, list)
+    return [str(override) for override in found]
 
 
 def _out_of_memory(cause: BaseException, cfg: DictConfig, overrides: list[str]) -> OutOfMemory:
@@ -237,12 +247,14 @@ def _fill_vocabulary(cfg: DictConfig, datamodule: Any) -> None:
 
 def _trainer(cfg: DictConfig, record: RunRecord) -> L.Trainer:
     """The Trainer with everything that goes into it."""
+    loggers = list(_instances(cfg.logger, "logger", Logger))
     callbacks = list(_instances(cfg.callbacks, "callbacks", L.Callback))
+    if not loggers:  # Lightning would refuse it; nothing is lost.
+        callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]
     if "_target_" in cfg.kernels:
         callbacks.insert(0, instantiate(cfg.kernels, _convert_="all"))
     if cfg.get("weights"):
         callbacks.insert(0, InitialWeights(cfg.weights))
-    loggers = list(_instances(cfg.logger, "logger", Logger))
     precision: dict[str, Any] = {"precision": cfg.precision.get("name")}
     if "_target_" in cfg.precision:
         precision = {"plugins": [instantiate(cfg.precision, _convert_="all")]}

@@ -57,6 +57,11 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(
             f"weights={cfg.weights}: nothing there; give a checkpoint, or a file or folder of safetensors"
         )
+    if cfg.get("meta_init") and str(cfg.strategy.get("_target_")).endswith("DDPStrategy"):
+        raise ConfigError(
+            "meta_init=true with DDP: it copies whole weights, which are not there yet; take meta_init=false, "
+            "or strategy=fsdp_compile"
+        )
     if cfg.get("objective_mode", "min") not in ("min", "max"):
         raise ConfigError(f"objective_mode={cfg.objective_mode}: give min, or max where more is better")
     _check_numbers(cfg)

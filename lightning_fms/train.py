@@ -14,7 +14,6 @@ from types import FrameType
 from typing import NoReturn
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -132,7 +131,7 @@ def task(cfg: DictConfig) -> float | None:
     from lightning_fms.app import train  # noqa: PLC0415
 
     try:
-        return train(cfg, list(HydraConfig.get().overrides.task))
+        return train(cfg)
     except Exception as error:
         # Not raised on: Hydra would add a line of its own.
         report(error, with_traceback=cfg.debug.traceback)

@@ -8,7 +8,6 @@ Everything that `fms-train` can do works here: checks before anything starts, ru
 """
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_fms.app import train
@@ -17,7 +16,7 @@ from lightning_fms.train import run_app
 
 @hydra.main(config_path="conf", config_name="project", version_base="1.3")
 def task(cfg: DictConfig) -> float | None:
-    return train(cfg, list(HydraConfig.get().overrides.task))
+    return train(cfg)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,9 @@ class ProcessLauncher(Launcher):
             "--config-name": given.config_name,
             "--config-dir": given.config_dir,
         }
-        of_job = [o for o in self.config.hydra.overrides.hydra if not o.lstrip("+~").startswith(_OF_SWEEP)]
+        # As typed: read one by one, those with `${...}` would be resolved.
+        typed: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra, resolve=False)
+        of_job = [o for o in typed if not o.lstrip("+~").startswith(_OF_SWEEP)]
         where = [override_of("paths.run", run), "hydra.mode=RUN"]
         if isinstance(devices, list):  # Which ones, its environment says.
             where.append(f"trainer.devices={len(devices)}")

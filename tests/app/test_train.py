@@ -159,6 +159,7 @@ def test_resume_from_a_path_makes_a_new_run(monkeypatch) -> None:
         (["name=a/b"], "name=a/b: it becomes a folder"),
         (["+callbacks.x=5"], "callbacks.x=5: names no class"),
         (["+callbacks.x._target_=torch.nn.Identity"], "callbacks.x: Identity is no Callback of Lightning"),
+        (["strategy=ddp", "meta_init=true"], "meta_init=true with DDP: it copies whole weights"),
         (["callbacks=none"], "names no class, so it would do nothing"),
         (["data=text"], "give data.sources.<name>='<files"),
         (["data=text", "data.sources.web=."], "give data.tokenizer=<tokenizer.json>, or data.tokenizer=bytes"),
@@ -176,6 +177,16 @@ def test_a_mistake_is_one_line_exit_code_2_and_leaves_nothing(overrides, message
     assert message in line
     assert "Traceback" not in err
     assert not list(Path().glob("runs/*/[0-9]*"))
+
+
+def test_an_override_may_refer_to_the_runs_folder_and_a_run_may_log_nowhere(monkeypatch) -> None:
+    bad_steps = ("+callbacks.bad_steps._target_=lightning_fms.callbacks.BadSteps", "logger=none")
+    assert call(monkeypatch, *SHORT, *bad_steps, "+callbacks.bad_steps.path=${paths.run}/bad_steps.jsonl") == 0
+    assert (
+        "+callbacks.bad_steps.path=${paths.run}/bad_steps.jsonl"
+        in attempts(Path("runs/quickstart/001"))[0]["overrides"]
+    )
+    assert call(monkeypatch, "resume=auto", "trainer.max_steps=5") == 0
 
 
 def test_flags_may_stand_between_overrides(monkeypatch, capsys) -> None:
