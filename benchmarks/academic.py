@@ -29,7 +29,7 @@ from lightning_fms.planning.jobs import Probed, probe, structure_of
 from lightning_fms.planning.plan import count_work, elsewhere, job_for, judged, with_activations
 from lightning_fms.planning.subject import Structure
 
-MODELS = ("160m", "410m", "1b", "2_8b", "6_9b")
+MODELS = ("160m", "410m", "1b", "1_4b", "2_8b", "6_9b")
 GPUS = ("rtx3090", "a6000", "a100", "h100", "h200")
 COUNTS = (1, 2, 4, 8)
 STEPS, ROWS, TOKENS, VOCABULARY = 143_000, 1024, 2048, 50_304
@@ -37,7 +37,7 @@ LARGEST = 64
 
 
 def config(model: str, gpu: str) -> Any:
-    chosen = [f"model=pythia_like_{model}", "data=text", f"hardware={gpu}", f"model.net.vocab_size={VOCABULARY}"]
+    chosen = [f"model=pythia_{model}", "data=text", f"hardware={gpu}", f"model.net.vocab_size={VOCABULARY}"]
     chosen += [f"data.seq_len={TOKENS}", f"data.global_batch_size={ROWS}", "data.sources=x", "data.tokenizer=bytes"]
     with initialize_config_module("lightning_fms.conf", version_base="1.3"):
         cfg = compose("plan", overrides=chosen)
@@ -107,7 +107,7 @@ def plain(c: Candidate | None) -> dict[str, Any] | None:
 
 
 def markdown(model: str, work: Work, rows: dict[str, Any]) -> str:
-    lines = [f"\n### Pythia-like {model.replace('_', '.').upper()}: {work.parameters / 1e9:.2f} B parameters\n"]
+    lines = [f"\n### Pythia {model.replace('_', '.').upper()}: {work.parameters / 1e9:.2f} B parameters\n"]
     lines += [
         "| days, naive -> planned | " + " | ".join(f"{n} GPU{'s' if n > 1 else ''}" for n in COUNTS) + " |",
         "|---" * 5 + "|",

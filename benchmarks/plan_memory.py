@@ -59,7 +59,7 @@ LLAMA_8B = {"dim": 4096, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336}
 LLAMA_1B = {"dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 8192}
 SHAPES = {
     "1b": Shape("llama_8b", LLAMA_1B, 128256, 4096),
-    "410m": Shape("pythia_like_410m", {}, 50304, 2048),
+    "410m": Shape("pythia_410m", {}, 50304, 2048),
     "8b4": Shape("llama_8b", {**LLAMA_8B, "n_layers": 4}, 128256, 8192),
     "8b16": Shape("llama_8b", {**LLAMA_8B, "n_layers": 16}, 128256, 8192),
     "tiny": Shape("llama_tiny", {"dim": 64, "n_layers": 5, "ffn_dim": 192}, 512, 64),
