@@ -71,5 +71,7 @@ def _with_fallback(
 
 
 def _first_line(error: Exception) -> str:
+    """What went wrong, with the compiler's explanation, which names the function, where it gives one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
+    return ": ".join([*lines[:1], *explained[:1]]) or type(error).__name__

@@ -130,7 +130,7 @@ class TritonKernels(Callback):
         """Swap what is in `module` now. Calling it again swaps only what came in between."""
         device = self._device or training_device(module)
         if not self._swaps.active:
-            self._swaps = Swaps()
+            self._swaps, self._linears = Swaps(), []
         self._decided, self._swaps.skipped = [], []
         runs_triton = self.backend != "reference" and (device.type == "cuda" or INTERPRETED)
         without_libraries = self.triton_only and runs_triton
@@ -235,7 +235,6 @@ class TritonKernels(Callback):
         self._swaps.restore()
         self._sdpa.restore()
         self._compiler.restore()
-        self._linears = []
         while self._step_hooks:
             self._step_hooks.pop().remove()
 

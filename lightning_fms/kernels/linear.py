@@ -17,9 +17,11 @@ from lightning_fms.triton_backend import use_triton
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     """[..., D] -> [..., V]: `F.linear` by Triton if `backend` is 'triton_only', by PyTorch otherwise and for float64."""
+    if torch.compiler.is_compiling():  # first of all: what follows asks about autocast, which older compilers cannot trace
+        return F.linear(x, weight, bias)
     plain = all(type(t) in (Tensor, nn.Parameter) for t in (x, weight))
     dtype = gemm_dtype(x)
-    if backend != "triton_only" or not plain or dtype == torch.float64 or torch.compiler.is_compiling():
+    if backend != "triton_only" or not plain or dtype == torch.float64:
         return F.linear(x, weight, bias)
     unfit = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
     if unfit or not use_triton("auto", x.device, dtype):

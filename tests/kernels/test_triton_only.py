@@ -10,7 +10,8 @@ from torch.autograd import DeviceType
 
 from lightning_fms.kernels import TritonKernels
 from lightning_fms.kernels.library_kernels import cuda_libraries_used
-from lightning_fms.kernels.triton_only import library_layers
+from lightning_fms.kernels.swap import Swaps, swap_rms_norms
+from lightning_fms.kernels.triton_only import library_layers, swap_linears
 from lightning_fms.models import Llama
 
 LIBRARIES = {
@@ -63,6 +64,20 @@ def test_layers_that_would_call_a_library_are_named() -> None:
         "Conv1d calls a CUDA library outside compiled blocks: conv",
         "GRU calls a CUDA library outside compiled blocks: rnn",
     ]
+
+
+def test_linears_and_norms_step_aside_in_a_compiled_block() -> None:
+    net, swaps = Llama(53, 32, 1, 4), Swaps()
+    block, tokens = net.layers[0], torch.arange(8)[None] % 53
+    calls: list[tuple] = []
+    watch = block.register_forward_pre_hook(lambda _, inputs: calls.append([t.detach() for t in inputs if t is not None]))
+    net(tokens)
+    watch.remove()
+    expected = block(*calls[0])
+    assert len(swap_linears(net, swaps)) == 7 + 1  # attention, MLP, head
+    swap_rms_norms(net, swaps, "auto", True)
+    torch.testing.assert_close(torch.compile(block, backend="eager", fullgraph=True)(*calls[0]), expected)
+    swaps.restore()
 
 
 def test_options_that_contradict_it_are_refused_and_a_device_without_triton_is_said() -> None:
