@@ -39,7 +39,7 @@ from lightning_fms.models import CausalLM
 SMALL = functools.partial(Shape, 512, 8, 8, 4, 1536, 8192, 2048)
 TINY = functools.partial(Shape, 64, 2, 4, 2, 128, 512, 128)
 GOAL = 0.01
-READY = -1  # instead of a number of workers: no loader
+READY = "ready"  # instead of a number of workers: no loader
 LOGGED = ("step_seconds", "tokens_per_second", "data_wait_seconds")
 
 
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU, which proves that this works")
     parser.add_argument("--steps", type=int, default=300, help="a third of them is not measured")
     parser.add_argument("--rows", type=int, default=32, help="of a batch")
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--workers", nargs="+", default=[READY, "2", "4", "8"], help="numbers, or 'ready': no loader")
     parser.add_argument("--tokenizer", help=argparse.SUPPRESS)
     parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -109,31 +109,29 @@ def main() -> None:
         parser.error(f"--steps {given.steps}: give at least 6, so that something is logged behind the first third")
     shape = (TINY if given.tiny else SMALL)(rows=4 if given.tiny else given.rows)
     if given.row is not None:
-        workers = given.workers[0] if given.workers[0] >= 0 else None
+        workers = None if given.workers[0] == READY else int(given.workers[0])
         row = train(shape, given.tokenizer, workers, given.steps, torch.device(given.device))
         given.row.write_text(json.dumps(row))
         return
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = str(tokenizer_for(shape, Path(folder)))
-        ready = 0.0
-        for workers in (
-            READY,
-            *given.workers,
-        ):  # a process each: a run leaves its process group and compiled code behind
+        ready = None
+        for workers in given.workers:  # a process each: a run leaves its process group and compiled code behind
             file = Path(folder, f"{workers}.json")
-            own = ["--workers", str(workers), "--tokenizer", tokenizer, "--row", str(file)]
+            own = ["--workers", workers, "--tokenizer", tokenizer, "--row", str(file)]
             subprocess.run([sys.executable, *sys.argv, *own], check=True)
             row = json.loads(file.read_text())
             ready = row["step_seconds"] if workers == READY else ready
             print(_line(workers, row, ready), flush=True)
 
 
-def _line(workers: int, row: dict[str, Any], ready: float) -> str:
+def _line(workers: str, row: dict[str, Any], ready: float | None) -> str:
     name = "ready" if workers == READY else f"{workers} workers"
     verdict = "below" if row["share"] < GOAL else "NOT below"
+    beside = "" if ready is None else f" ({row['step_seconds'] / ready - 1:+.1%})"
     return (
-        f"{name}: {row['tokens_per_second']:,.0f} tokens/s, step {row['step_seconds'] * 1e3:.2f} ms "
-        f"({row['step_seconds'] / ready - 1:+.1%}), data wait {row['data_wait_seconds'] * 1e3:.3f} ms = {row['share']:.2%} of "
+        f"{name}: {row['tokens_per_second']:,.0f} tokens/s, step {row['step_seconds'] * 1e3:.2f} ms{beside}, "
+        f"data wait {row['data_wait_seconds'] * 1e3:.3f} ms = {row['share']:.2%} of "
         f"the step, {verdict} {GOAL:.0%}; {row['parameters'] / 1e6:.1f} M parameters"
     )
 

@@ -69,3 +69,27 @@ def busy_ms(kernels: Sequence[Kernel]) -> float:
         busy += max(0.0, kernel.end - max(kernel.start, until))
         until = max(until, kernel.end)
     return busy / 1e3
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A time in which the device had nothing to do, in milliseconds from the first launch, and what came before and after."""
+
+    at: float
+    ms: float
+    before: str
+    after: str
+
+
+def longest_gaps(kernels: Sequence[Kernel], most: int = 6) -> list[Gap]:
+    """The longest times in which no kernel ran, in order of time."""
+    gaps: list[Gap] = []
+    ordered = sorted(kernels, key=lambda kernel: kernel.start)
+    last = ordered[0] if ordered else None
+    for kernel in ordered[1:]:
+        assert last is not None
+        if kernel.start > last.end:
+            at, ms = (last.end - ordered[0].start) / 1e3, (kernel.start - last.end) / 1e3
+            gaps.append(Gap(at, ms, last.name, kernel.name))
+        last = max(last, kernel, key=lambda one: one.end)
+    return sorted(sorted(gaps, key=lambda gap: -gap.ms)[:most], key=lambda gap: gap.at)

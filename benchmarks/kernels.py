@@ -2,6 +2,7 @@
 
     python benchmarks/kernels.py            all tables with the tuning grids, about three minutes
     python benchmarks/kernels.py --quick    correctness and one row each, a few seconds
+    python benchmarks/kernels.py --only fused    SwiGLU, GeGLU, rotary embedding and LayerNorm
 
 Times are medians over repetitions that find their inputs in memory, not in L2, gradients set to None before each. 'as called':
 the GPU waits for every launch, as it does in a program that the CPU holds up; so it contains what Python takes. 'queued': the
@@ -11,6 +12,7 @@ step, gradients included: for linear-cross-entropy 0.98 GiB of it is the weight'
 """
 
 import argparse
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -375,17 +377,22 @@ def correctness() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="correctness and one row each")
-    quick = parser.parse_args().quick
+    tables = {"loss": linear_cross_entropy_table, "norm": rms_norm_table, "gemm": matmul_table}
+    tables["fused"] = functools.partial(fused_table, median_ms)
+    parser.add_argument("--only", choices=tables, help="one table, without correctness")
+    arguments = parser.parse_args()
+    quick = arguments.quick
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
     import triton  # noqa: PLC0415 (a machine without a GPU may not have it)
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, Liger {LIGER}")
+    if arguments.only:
+        tables[arguments.only](quick)
+        return
     correctness()
-    linear_cross_entropy_table(quick)
-    rms_norm_table(quick)
-    fused_table(median_ms, quick)
-    matmul_table(quick)
+    for table in tables.values():
+        table(quick)
     if not quick:
         rows_kernel_table()
         weight_gradient_errors()

@@ -4,13 +4,14 @@ A step lasts from the end of the last one to its own, the device synchronised. A
 explained: its kernels, how long the device was busy, what memory holds between steps, and the peak of each part of it.
 """
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from kernel_families import Kernel, busy_ms, by_family, by_name
+from kernel_families import Kernel, busy_ms, by_family, by_name, longest_gaps
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -87,6 +88,7 @@ class StepMeter:
             "busy_ms": busy_ms(kernels),
             "families": by_family(kernels),
             "kernels": by_name(kernels),
+            "gaps": [dataclasses.asdict(gap) for gap in longest_gaps(kernels)],
             "memory_gib": _held(parameters, optimizer, self.on_gpu),
             "peaks_gib": self._phases,
         }
@@ -150,6 +152,10 @@ def explanation(name: str, row: dict[str, Any], most: int = 25) -> list[str]:
     ]
     total = sum(ms for _, ms, _ in found["families"])
     lines += [f"  {ms:9.2f} ms {ms / total:6.1%} {n:6}x  {family}" for family, ms, n in found["families"]]
+    lines += [
+        f"  nothing ran for {gap['ms']:.2f} ms at {gap['at']:.1f} ms, between {gap['before'][:50]} and {gap['after'][:50]}"
+        for gap in found["gaps"]
+    ]
     return [*lines, *(f"    {ms:9.2f} ms {n:6}x  {kernel[:140]}" for kernel, ms, n in found["kernels"][:most])]
 
 
