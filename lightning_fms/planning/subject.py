@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map_only
 
 from lightning_fms import app
 from lightning_fms.distributed import one_pass_optimizer, policy, shard, surroundings
@@ -184,7 +185,7 @@ def _subject(
 
     held = [] if masters is None else list(masters.copies.values())
     held += [] if weights is None else [tensor for group in weights._held for weight in group for tensor in weight]
-    batch = partial(_batch, seq_len=cfg.data.seq_len, device=device)
+    batch = partial(_batch, module, plugin, seq_len=cfg.data.seq_len, device=device)
     return Subject(
         module=module,
         blocks=blocks,
@@ -197,7 +198,11 @@ def _subject(
     )
 
 
-def _batch(rows: int, seq_len: int, device: torch.device) -> dict[str, Tensor]:
+def _batch(module: Any, plugin: Precision, rows: int, seq_len: int, device: torch.device) -> Any:
+    """What the module says it takes, else a batch of text as the suite's loader makes it."""
+    if hasattr(module, "example_batch"):
+        batch = tree_map_only(Tensor, lambda t: t.to(device), module.example_batch(rows))
+        return policy.cast_batch(plugin, batch)
     names = ("input_ids", "labels", "position_ids", "document_ids")
     batch = {name: torch.zeros(rows, seq_len, dtype=torch.int64, device=device) for name in names}
     return {**batch, "row_valid": torch.ones(rows, dtype=torch.bool, device=device)}
