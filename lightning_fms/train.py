@@ -97,12 +97,18 @@ def _package(frame: FrameType) -> str:
     return (spec.name if name == "__main__" and spec is not None else name).partition(".")[0]
 
 
+def _says_what_happened(error: Exception) -> bool:
+    """Whether an error is no mistake in a config and yet needs no traceback: memory or a disk is full, a store is gone."""
+    failed_save = type(error).__name__ == "CheckpointError" and error.__cause__ is not None
+    return failed_save or type(error).__name__ == "OutOfMemory"
+
+
 def report(error: Exception, with_traceback: bool = False, command: str = "fms-train") -> NoReturn:
     """Say what went wrong, and exit: code 2 for a mistake in the config, 1 for one in code or a rank that is gone."""
     if is_lost_connection(error) and not with_traceback:
         print(f"{command}: rank {_rank()}: lost another rank, which says why if it could", file=sys.stderr, flush=True)
         sys.exit(1)
-    if type(error).__name__ == "OutOfMemory":
+    if _says_what_happened(error):
         if with_traceback:
             traceback.print_exception(error)
         print(f"{command}: error{_on_rank()}: {error}", file=sys.stderr, flush=True)

@@ -60,3 +60,14 @@ def test_another_python_takes_dependencies_of_its_own() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "add --dependencies pip" in done.stderr
+
+
+def test_a_ctrl_c_before_anything_is_imported_is_one_line() -> None:
+    late = (
+        "import lightning_fms.start as start\n"
+        "def interrupted(name): raise KeyboardInterrupt\n"
+        "start.import_module = interrupted\n"
+        "start.train()"
+    )
+    done = subprocess.run([sys.executable, "-c", late], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "\nfms-train: interrupted\n")

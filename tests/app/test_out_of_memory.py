@@ -83,3 +83,17 @@ def test_a_run_out_of_memory_says_what_to_try_without_a_traceback(tmp_path: Path
     assert "fms-plan experiment=quickstart" in err
     assert "Traceback" not in err
     assert "a page of advice" not in err
+
+
+@pytest.mark.filterwarnings("ignore:.*saving step")
+def test_a_save_that_fails_to_the_end_is_one_line(monkeypatch, tmp_path: Path, capsys) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.distributed.checkpoint.save", full)
+    assert call(monkeypatch, *SHORT) == 1
+    err = capsys.readouterr().err
+    assert "fms-train: error: runs/quickstart/001/checkpoints/" in err
+    assert "No space left on device" in err
+    assert "Traceback" not in err
