@@ -1,19 +1,24 @@
-"""Addresses of object stores are no places for checkpoints, and are refused before a run has anything to lose.
+"""Addresses of object stores are no places for what has to be a file of this machine, and are refused before it is lost.
 
-A checkpoint becomes visible by one rename, which object stores do not have, and `Path("s3://bucket/x")` is without a word the
+Checkpoint folders may be addresses (see `remote_path`). A run's folder (its config, record, logs, attempts, data states, reports)
+and single files may not: they are appended to, renamed, or mapped into memory, and `Path("s3://bucket/x")` is without a word the
 folder `s3:/bucket/x` below the current one.
 """
 
-import re
 from pathlib import Path
 
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # `Path` makes one slash of two
+from lightning_fms.remote_path import is_remote
 
 
-def refuse_remote(path: str | Path) -> None:
-    """Raise ValueError for an address such as `s3://bucket/folder`, also as a `Path`."""
-    if _ADDRESS.match(str(path)):
+def refuse_remote(path: str | Path, what: str) -> None:
+    """Raise ValueError for an address such as `s3://bucket/folder`, also as a `Path`.
+
+    Args:
+        path: what was given.
+        what: of what it was to be the place, as the user names it.
+    """
+    if is_remote(path):
         raise ValueError(
-            f"checkpoint path {path}: checkpoints are written to and read from a folder that all ranks share, not an object store. "
-            "Save to such a folder, and copy committed checkpoints away (`aws s3 sync`, `rclone copy`); copy one back to use it"
+            f"{what}: {path} is an address, and this needs a folder on a file system. Only checkpoint folders can be addresses: "
+            "fms-train callbacks.checkpoint.dirpath=s3://..., or StepCheckpoint('s3://...')"
         )

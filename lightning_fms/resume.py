@@ -18,6 +18,7 @@ from lightning_fms.command_line import paths_of, program
 from lightning_fms.config_check import ConfigError
 from lightning_fms.launch.words import flags_in, key_of, override_of, overrides_in, value_in
 from lightning_fms.ranks import agree
+from lightning_fms.remote_path import place
 from lightning_fms.run_folder import attempts, is_run, locate, newest_checkpoint, newest_run
 
 
@@ -60,7 +61,7 @@ def find_former(cfg: DictConfig) -> dict[str, str | None]:
     if not isinstance(cfg.resume, str):
         raise ConfigError(f"resume={cfg.resume}: give auto, null, or the path of a checkpoint or of a run")
     if cfg.resume != "auto":
-        return {"run": None, "checkpoint": str(locate(Path(cfg.resume)))}
+        return {"run": None, "checkpoint": str(locate(place(cfg.resume)))}
     if not OmegaConf.is_missing(cfg.paths, "run"):
         return _find_in(Path(cfg.paths.run))
     run = newest_run(Path(cfg.paths.root), cfg.name)
@@ -75,7 +76,7 @@ def _find_in(run: Path) -> dict[str, str | None]:
     checkpoint = newest_checkpoint(run) if is_run(run) else None
     if checkpoint is None and is_run(run):
         first = value_in(attempts(run)[0]["overrides"], "resume")
-        checkpoint = locate(Path(first)) if first not in (None, "auto", "null") else None
+        checkpoint = locate(place(first)) if first not in (None, "auto", "null") else None
     if checkpoint is None:
         _say(f"resume=auto: no checkpoint in {run}/, so this run starts at step 0")
     else:

@@ -18,6 +18,7 @@ from lightning_fms.config_check import MISSING, ConfigError, check_targets, show
 from lightning_fms.depth import checked
 from lightning_fms.override_hints import SUPPLIED
 from lightning_fms.ranks import launcher
+from lightning_fms.remote_path import place
 from lightning_fms.trial_build import try_optimizer
 
 VOCAB = "model.net.vocab_size"
@@ -53,7 +54,7 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(
             f"weights={cfg.weights} with resume={cfg.resume}: the checkpoint brings weights; give one of the two"
         )
-    if cfg.get("weights") and not Path(cfg.weights).exists():
+    if cfg.get("weights") and not place(cfg.weights).exists():
         raise ConfigError(
             f"weights={cfg.weights}: nothing there; give a checkpoint, or a file or folder of safetensors"
         )

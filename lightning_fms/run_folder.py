@@ -27,6 +27,7 @@ from lightning_fms.distributed.checkpoint import is_committed, latest_committed
 from lightning_fms.distributed.commit import CheckpointError, committed, sync_folder, write_synced
 from lightning_fms.launch.result import RESULT
 from lightning_fms.local_paths import refuse_remote
+from lightning_fms.remote_path import RemotePath, is_remote, place
 
 RECORD = "run.yaml"
 CHECKPOINTS = "checkpoints"
@@ -56,6 +57,7 @@ def numbered(folder: Path) -> list[Path]:
 
 def reserve(root: Path, name: str) -> Reservation:
     """Make `<root>/<name>/<next number>`; two processes at once get two folders."""
+    refuse_remote(root, "paths.root")
     folder = root / name
     number = int(numbered(folder)[-1].name) + 1 if numbered(folder) else 1
     made: list[Path] = []
@@ -82,6 +84,7 @@ def reserve_given(folder: Path, resume: bool) -> Reservation:
     Raises:
         ConfigError: if the folder holds a run, or anything else.
     """
+    refuse_remote(folder, "paths.run")
     if is_run(folder):
         raise ConfigError(f"paths.run={folder}: holds a run already; go on with resume=auto, or give another folder")
     if folder.exists() and not folder.is_dir():
@@ -141,7 +144,22 @@ def newest_checkpoint(run: Path) -> Path | None:
     Raises:
         CheckpointError: there are checkpoints, but none is valid (starting afresh would hide the loss).
     """
-    folder = run / CHECKPOINTS
+    return newest_in(checkpoints_of(run))
+
+
+def checkpoints_of(run: Path) -> Path:
+    """Where a run's checkpoints are: in its folder, or at the address that its config gives."""
+    address = None
+    if (run / "config.yaml").is_file():
+        with suppress(Exception):  # a config that cannot be read is told of where it is needed
+            address = OmegaConf.select(OmegaConf.load(run / "config.yaml"), "callbacks.checkpoint.dirpath")
+    return place(address) if isinstance(address, str) and is_remote(address) else run / CHECKPOINTS
+
+
+def newest_in(folder: Path) -> Path | None:
+    """The same for a folder of checkpoints."""
+    if isinstance(folder, RemotePath):
+        return latest_committed(folder)
     files = sorted((path for path in folder.glob("*.ckpt") if path.is_file()), key=step_of, reverse=True)
     newest = latest_committed(folder) if folder.is_dir() else None
     for path in files:
@@ -188,20 +206,19 @@ def newest_run(root: Path, name: str | None) -> Path | None:
 
 def saved(run: Path) -> list[Path]:
     """The checkpoints of a run, newest first, not verified."""
-    folder = run / CHECKPOINTS
-    files = [path for path in folder.glob("*.ckpt") if path.is_file()]
+    folder = checkpoints_of(run)
+    files = [] if isinstance(folder, RemotePath) else [path for path in folder.glob("*.ckpt") if path.is_file()]
     return sorted([*committed(folder), *files], key=step_of, reverse=True)
 
 
 def locate(path: Path) -> Path:
-    """The checkpoint that a user means by a path: itself, or the newest one of a run's folder.
+    """The checkpoint that a user means by a path: itself, or the newest one of a run's folder or of a folder at an address.
 
     Raises:
-        ValueError: if there is none, or the path is the address of an object store.
+        ValueError: if there is none.
     """
-    refuse_remote(path)
-    if is_run(path):
-        checkpoint = newest_checkpoint(path)
+    if is_run(path) or (isinstance(path, RemotePath) and path.is_dir() and not is_committed(path)):
+        checkpoint = newest_in(path) if isinstance(path, RemotePath) else newest_checkpoint(path)
         if checkpoint is None:
             raise ValueError(f"resume={path}: this run has no valid checkpoint; start a new run with resume=null")
         return checkpoint

@@ -232,12 +232,23 @@ class Supervisor:
 
 
 def newest_step(run: Path | None) -> int:
-    """The step of the newest complete checkpoint of a run, by its name; -1 if there is none."""
+    """The step of the newest complete checkpoint of a run, by its name or by what attempts say; -1 if there is none.
+
+    Checkpoints on an object store are known by the records alone: to look there, what can fail would have to be loaded.
+    """
     if run is None:
         return -1
     seals, files = run.glob("checkpoints/*/COMMIT"), run.glob("checkpoints/*.ckpt")
     names = [seal.parent.name for seal in seals] + [file.name for file in files if file.is_file()]
-    return max((int(found[1]) for name in names if (found := _STEP.search(name))), default=-1)
+    named = [int(found[1]) for name in names if (found := _STEP.search(name))]
+    return max([*named, *map(_committed_step, run.glob("attempts/*.json"))], default=-1)
+
+
+def _committed_step(record: Path) -> int:
+    try:
+        return int(json.loads(record.read_text())["last_committed_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
 
 
 def _told(outcome: Outcome) -> str:

@@ -23,7 +23,7 @@ from lightning_fms.callbacks.agreement import agreement_of, end_agreement, forge
 from lightning_fms.callbacks.cadence import StepClock
 from lightning_fms.callbacks.retention import Retention, Saved
 from lightning_fms.callbacks.save_schedule import SaveSchedule
-from lightning_fms.local_paths import refuse_remote
+from lightning_fms.remote_path import RemotePath, place
 
 SCORES = "scores.json"
 _SAVING = "saving"
@@ -35,7 +35,8 @@ class StepCheckpoint(Checkpoint):
     """Save every so many optimizer steps, and at the last one.
 
     Args:
-        dirpath: folder of the checkpoints, each named `step-<N>.ckpt`: a `=` in a name cannot be typed as a Hydra override.
+        dirpath: folder of the checkpoints, or an address such as `s3://bucket/run`, each named `step-<N>.ckpt`: a `=` in a name
+            cannot be typed as a Hydra override.
             `None` = `checkpoints` in the logger's folder, or else in the trainer's.
         every_n_steps: optimizer steps between two checkpoints; with `mean_hours_to_failure` the most.
         keep: how many of the newest stay; -1 keeps all. 2, so that one is left if the newest turns out to be damaged.
@@ -53,7 +54,8 @@ class StepCheckpoint(Checkpoint):
         save_seconds: how long the last save held training up.
 
     Raises:
-        ValueError: for settings that save or keep nothing.
+        ValueError: for settings that save or keep nothing; in `fit` for an address under a strategy that writes to none, and for
+            one that holds checkpoints of another run.
     """
 
     def __init__(
@@ -69,9 +71,7 @@ class StepCheckpoint(Checkpoint):
         asynchronous: bool = False,
     ) -> None:
         super().__init__()
-        if dirpath is not None:
-            refuse_remote(dirpath)
-        self.dirpath, self.monitor = Path(dirpath) if dirpath is not None else None, monitor
+        self.dirpath, self.monitor = place(dirpath) if dirpath is not None else None, monitor
         self.schedule = SaveSchedule(every_n_steps, mean_hours_to_failure)
         self.retention = Retention(keep, keep_every_hours, keep_best if monitor is not None else 0, mode)
         self.last_committed_step, self.save_seconds = -1, 0.0
@@ -87,8 +87,13 @@ class StepCheckpoint(Checkpoint):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Settle the folder, the same on all ranks."""
         if stage == "fit":
-            folder = self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
-            self.dirpath = Path(trainer.strategy.broadcast(str(folder)))
+            folder = self.dirpath or place(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
+            self.dirpath = place(trainer.strategy.broadcast(str(folder)))
+            if isinstance(self.dirpath, RemotePath) and not getattr(trainer.strategy, "saves_in_background", False):
+                raise ValueError(
+                    f"StepCheckpoint({str(self.dirpath)!r}): only FSDPCompileStrategy with checkpoint_format='sharded' writes to "
+                    f"addresses, not this {type(trainer.strategy).__name__}; give a folder"
+                )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The step that a run begins at was saved by the run that made it, and so were those before."""
@@ -103,9 +108,22 @@ class StepCheckpoint(Checkpoint):
             strategy.check_state(trainer._checkpoint_connector.dump_checkpoint(False))
         if self._in_background(trainer):
             agreement_of(trainer)
-        if trainer.ckpt_path is not None and Path(trainer.ckpt_path).parent.resolve() == self._folder.resolve():
+        if trainer.ckpt_path is not None and place(trainer.ckpt_path).parent.resolve() == self._folder.resolve():
             self.last_committed_step = trainer.global_step
             self._ours = {one.path.name for one in self._found(trainer) if one.step <= trainer.global_step}
+        elif isinstance(self._folder, RemotePath) and trainer.global_step == 0:
+            self._refuse_foreign(trainer)
+
+    def _refuse_foreign(self, trainer: L.Trainer) -> None:
+        """A run has no folder of its own at an address: another's newer checkpoints would be taken for this one's at a resume."""
+        found = trainer.strategy.broadcast(
+            [one.path.name for one in self._found(trainer)] if trainer.is_global_zero else []
+        )
+        if found:
+            raise ValueError(
+                f"StepCheckpoint({str(self._folder)!r}): holds {found[0]} of another run; give an address of its own to each run, "
+                "or go on with that one (resume=<address>)"
+            )
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -272,11 +290,12 @@ class StepCheckpoint(Checkpoint):
         """Complete checkpoints in the folder."""
         scores = _read_scores(self._folder)
         complete = getattr(trainer.strategy, "is_complete", lambda path: True)
+        made = getattr(trainer.strategy, "committed_at", lambda path: path.stat().st_mtime)
         found = []
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
             step = _step_of(path.name)
             if step is not None and complete(path):
-                found.append(Saved(path, step, path.stat().st_mtime, scores.get(path.name)))
+                found.append(Saved(path, step, made(path), scores.get(path.name)))
         return found
 
     def _is_past(self, name: str) -> bool:
@@ -327,6 +346,10 @@ def _read_scores(folder: Path) -> dict[str, float]:
 def _write_score(folder: Path, names: set[str], name: str, score: float) -> None:
     scores = {known: value for known, value in _read_scores(folder).items() if known in names} | {name: score}
     folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(scores, indent=1, sort_keys=True)
+    if isinstance(folder, RemotePath):  # whole, or not written
+        (folder / SCORES).write_text(text)
+        return
     aside = folder / f".{SCORES}.{os.getpid()}"
-    aside.write_text(json.dumps(scores, indent=1, sort_keys=True))
+    aside.write_text(text)
     aside.replace(folder / SCORES)

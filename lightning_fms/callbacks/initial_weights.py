@@ -5,10 +5,10 @@ sharded model is the strategy's business: the callback only says when, after the
 resumed, which then wins.
 """
 
-from pathlib import Path
-
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_fms.remote_path import place
 
 
 class InitialWeights(L.Callback):
@@ -36,5 +36,5 @@ class InitialWeights(L.Callback):
                 f"InitialWeights({self.path!r}) under {type(trainer.strategy).__name__}: it has no load_weights; use "
                 "FSDPCompileStrategy, or load the state dict in your module"
             )
-        count = load(Path(self.path), self.strict)
+        count = load(place(self.path), self.strict)
         rank_zero_info(f"initial weights: {count} tensors from {self.path}")

@@ -17,6 +17,7 @@ from lightning_fms.commands import exchange
 from lightning_fms.commands.stored import found_in, newest
 from lightning_fms.distributed import checkpoint, commit
 from lightning_fms.distributed.commit import CheckpointError
+from lightning_fms.remote_path import place
 from lightning_fms.tables import table
 
 PROGRAM = "fms-checkpoint"
@@ -39,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         ("verify", _verify, "read every byte and compare it with its checksum"),
     ):
         command = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
-        command.add_argument("path", type=Path, metavar="PATH", help=where)
+        command.add_argument("path", metavar="PATH", help=where)
         command.add_argument("--json", action="store_true", help="JSON instead of text")
         command.set_defaults(run_command=run)
     exchange.add_parsers(commands)
@@ -50,6 +51,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
     arguments = parser().parse_args(words)
     try:
+        arguments.path = place(arguments.path)
         sys.exit(arguments.run_command(arguments))
     except BrokenPipeError:  # whoever reads us, `head` for one, has enough
         sys.stderr.close()
@@ -65,7 +67,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def entry(path: Path) -> dict[str, Any]:
     """What can be said of a checkpoint without reading its content."""
-    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+    whole = commit.version_of(path)
+    files = [file for file in whole.rglob("*") if file.is_file()] if path.is_dir() else [path]
     known: dict[str, Any] = {"name": path.name, "bytes": sum(file.stat().st_size for file in files)}
     known |= {"step": None, "time": None, "ranks": None, "score": _scores(path.parent).get(path.name)}
     if path.is_file():

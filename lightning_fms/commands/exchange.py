@@ -20,9 +20,7 @@ def add_parsers(commands: Any) -> None:
             "without the attribute of the LightningModule that holds them."
         ),
     )  # fmt: skip
-    out.add_argument(
-        "path", type=Path, metavar="PATH", help="a checkpoint, a folder of checkpoints, or a run: its newest"
-    )
+    out.add_argument("path", metavar="PATH", help="a checkpoint, a folder of checkpoints, or a run: its newest")
     out.add_argument("folder", type=Path, metavar="FOLDER", help="new folder")
     out.add_argument(
         "--dtype", choices=sorted(export.DTYPES), help="round the weights to this type; default: as trained"
@@ -36,7 +34,7 @@ def add_parsers(commands: Any) -> None:
         ),
     )  # fmt: skip
     into.add_argument("folder", type=Path, metavar="FOLDER", help="safetensors file or folder")
-    into.add_argument("path", type=Path, metavar="PATH", help="the checkpoint to write")
+    into.add_argument("path", metavar="PATH", help="the checkpoint to write")
     into.set_defaults(run_command=_import)
     out.set_defaults(run_command=_export)
 

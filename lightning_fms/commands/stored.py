@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lightning_fms.distributed import checkpoint, commit
 from lightning_fms.distributed.commit import CheckpointError
-from lightning_fms.local_paths import refuse_remote
+from lightning_fms.run_folder import checkpoints_of, is_run
 
 
 def found_in(path: Path) -> list[Path]:
@@ -13,14 +13,14 @@ def found_in(path: Path) -> list[Path]:
     What never became complete is among them; what was on its way out is not.
 
     Raises:
-        ValueError: there is none, or the path is the address of an object store.
+        ValueError: there is none.
     """
-    refuse_remote(path)
     if not path.exists():
         raise ValueError(f"{path}: does not exist")
-    if path.is_file() or (path / commit.COMMIT).exists() or (path / commit.MANIFEST).exists():
+    if path.is_file() or checkpoint.is_committed(path) or (path / commit.MANIFEST).exists():
         return [path]
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    folder = checkpoints_of(path) if is_run(path) else folder
     sealed = commit.committed(folder)
     others = [p for p in sorted(folder.iterdir()) if p not in sealed and _may_be_one(p)]
     if not sealed + others:

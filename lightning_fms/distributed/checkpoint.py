@@ -18,7 +18,6 @@ import io
 import logging
 import os
 import pickle
-import shutil
 import threading
 import warnings
 import zipfile
@@ -35,6 +34,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_fms.distributed import commit
 from lightning_fms.distributed.commit import CheckpointError
+from lightning_fms.distributed.objects import Objects, ObjectWriter
+from lightning_fms.local_paths import refuse_remote
+from lightning_fms.remote_path import RemotePath, place
 
 log = logging.getLogger(__name__)
 STATE_FILE = "state.pt"
@@ -50,7 +52,7 @@ def save(
     """Write and commit a checkpoint. Called on all ranks with the same path; returns when it is durable.
 
     Args:
-        path: target folder on a file system that all ranks share; overwritten safely if it is a checkpoint.
+        path: target folder on a file system that all ranks share, or on an object store; overwritten safely if it is a checkpoint.
         tensors: this rank's tensors; DTensors are saved as shards, others once.
         state: everything else, also as the bytes that `serialize` makes of it; rank 0's copy is saved.
         step: optimizer steps done, the order among checkpoints.
@@ -69,19 +71,20 @@ def save(
     staging = commit.staging_folder(path, nonce)
     try:
         everywhere(lambda: staging.mkdir(parents=True) if rank == 0 else None, group)
-        everywhere(lambda: _write(staging, tensors, content, rank, group), group)
-        files = everywhere(lambda: commit.describe(staging, _own_files(staging, rank)), group)
+        files = everywhere(lambda: _write(staging, tensors, content, rank, group), group)
+        if not isinstance(staging, RemotePath):
+            files = everywhere(lambda: commit.describe(staging, _own_files(staging, rank)), group)
         merged = {name: entry for part in files for name, entry in part.items()}
         everywhere(lambda: _commit(staging, path, merged, step) if rank == 0 else None, group)
     except Exception:
         if rank == 0 and not is_committed(staging):  # sealed but not renamed, it is whole: `commit.resolve` finds it
-            shutil.rmtree(staging, ignore_errors=True)
+            commit.discard(staging)
         raise
 
 
 def read_metadata(path: Path) -> dict[str, TensorStorageMetadata]:
     """Names, global shapes and dtypes of a checkpoint's tensors."""
-    entries = _SafeReader(path).read_metadata().state_dict_metadata
+    entries = _reader(path).read_metadata().state_dict_metadata
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
@@ -92,7 +95,7 @@ def load_tensors(path: Path, tensors: Mapping[str, torch.Tensor], group: dist.Pr
     """
     try:
         with _silent_alone():
-            dcp.load(dict(tensors), storage_reader=_SafeReader(path), process_group=group)
+            dcp.load(dict(tensors), storage_reader=_reader(path), process_group=group)
     except CheckpointException as error:
         raise CheckpointError(f"{path}: {_described(error)}") from error
 
@@ -102,12 +105,13 @@ def load_state(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
 
     Raises CheckpointError where it holds objects that need `weights_only=False`.
     """
-    return _torch_load(path / STATE_FILE, weights_only)
+    return _torch_load(commit.version_of(path) / STATE_FILE, weights_only)
 
 
 def _torch_load(file: Path, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
     try:
-        return dict(torch.load(file, map_location="cpu", mmap=mmap, weights_only=weights_only is not False))
+        source = file.buffered() if isinstance(file, RemotePath) else file
+        return dict(torch.load(source, map_location="cpu", mmap=mmap, weights_only=weights_only is not False))
     except pickle.UnpicklingError as error:
         lines = str(error).strip().splitlines()
         what = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
@@ -127,7 +131,7 @@ def verify(path: Path, group: dist.ProcessGroup | None = None) -> dict[str, Any]
 
 def is_committed(path: Path) -> bool:
     """Whether the folder carries a COMMIT; its content is not checked."""
-    return (path / commit.COMMIT).is_file()
+    return (commit.version_of(path) / commit.COMMIT).is_file()
 
 
 def latest_committed(folder: str | Path) -> Path | None:
@@ -140,7 +144,7 @@ def latest_committed(folder: str | Path) -> Path | None:
     Raises:
         CheckpointError: there are committed checkpoints, but none is valid (starting afresh would hide the loss).
     """
-    candidates = commit.committed(Path(folder))
+    candidates = commit.committed(place(folder))
     for candidate in candidates:
         try:
             commit.verify(candidate)
@@ -211,6 +215,7 @@ def write_plain_file(path: Path, state: Mapping[str, Any], foreign: bool = False
 
     Raises ValueError for what `serialize` refuses.
     """
+    refuse_remote(path, "checkpoint_format='consolidated'")
     content = serialize(state, foreign)
     commit.check_target(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -233,6 +238,7 @@ def check_plain_file(path: Path) -> None:
     """Refuse a file that is missing, cut short or changed since `torch.save` wrote its checksums (CheckpointError)."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such checkpoint")
+    refuse_remote(path, "a plain file")
     if not zipfile.is_zipfile(path):
         raise CheckpointError(f"{path} is damaged: cut short, or no file of `torch.save`")
     try:
@@ -286,14 +292,22 @@ def foreign_objects(value: Any, place: str = "state") -> list[tuple[str, str]]:
     return [] if isinstance(value, plain) else [(place, type(value).__name__)]
 
 
-def _write(staging: Path, tensors: Mapping[str, torch.Tensor], content: bytes, rank: int, group: Any) -> None:
+def _write(
+    staging: Path, tensors: Mapping[str, torch.Tensor], content: bytes, rank: int, group: Any
+) -> dict[str, list[Any]]:
+    """Write this rank's files; on an object store also returns their manifest entries."""
+    writer = ObjectWriter(staging) if isinstance(staging, RemotePath) else dcp.FileSystemWriter(staging)
     try:
         with _silent_alone():
-            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(staging), process_group=group)
+            dcp.save(dict(tensors), storage_writer=writer, process_group=group)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"{staging}: {_described(error)}") from error
     if rank == 0:
         commit.write_synced(staging / STATE_FILE, content)
+    if not isinstance(writer, ObjectWriter):
+        return {}
+    own = {STATE_FILE: [len(content), commit.digest_of(content)]} if rank == 0 else {}
+    return {**writer.objects.written, **own}
 
 
 @contextmanager
@@ -313,6 +327,8 @@ def _own_files(staging: Path, rank: int) -> list[str]:
 
 
 def _commit(staging: Path, path: Path, files: dict[str, list[Any]], step: int) -> None:
+    if isinstance(staging, RemotePath) and (lost := sorted(files.keys() - {entry.name for entry in staging.iterdir()})):
+        raise CheckpointError(f"{staging} lacks {lost[0]} that a rank has written: is it one store for all ranks?")
     commit.seal(staging, files, step)
     commit.publish(staging, path)
 
@@ -346,9 +362,19 @@ _METADATA_GLOBALS = {
 }
 
 
+def _reader(path: Path) -> "_SafeReader":
+    return _SafeReader(commit.version_of(path))
+
+
 class _SafeReader(dcp.FileSystemReader):
+    def __init__(self, path: Path) -> None:
+        super().__init__(Path())
+        self.folder = self.path = path
+        if isinstance(path, RemotePath):
+            self.fs = Objects()
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as stream:
+        with (self.folder / ".metadata").open("rb") as stream:
             metadata = _MetadataUnpickler(stream).load()
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id

@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all: the commit protocol of checkpoints, on the file system alone.
+"""Folders that appear complete or not at all: the commit protocol of checkpoints, on storage alone.
 
 A checkpoint is several files from several processes. Written in place, a crash leaves half of it, and a loader that does
 not check believes it. So: everything is written into a fresh hidden folder, a manifest lists every file with size and
@@ -8,10 +8,17 @@ COMMIT is whole; all else is debris. Deleting goes the other way round: rename o
     .step=4.3f9a1c.tmp/   being written           step=4/            committed: COMMIT manifest.json ...
     .step=4.3f9a1c.old/   on its way out; still valid until its COMMIT is unlinked
 
+An object store has no rename. There a checkpoint is one or more *versions* below its name, each such a folder with a name of its
+own; the COMMIT, written last and in one request, is what makes a version exist. The newest sealed version is the checkpoint, and
+nothing is ever written twice under one name:
+
+    step=4/3f9a1c22/      COMMIT manifest.json ...            step=4/90be77d1/     no COMMIT: being written, or debris
+
 An overwritten target is renamed away before the new folder takes its name. A crash in between leaves both whole under
 hidden names: `resolve` and `committed` find them there.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -23,11 +30,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_fms.local_paths import refuse_remote
+from lightning_fms.remote_path import RemotePath
 
 FORMAT_VERSION = 1
 COMMIT, MANIFEST = "COMMIT", "manifest.json"
 _SEALED = {COMMIT, MANIFEST}
+_VERSION = re.compile(r"[0-9a-f]{8}")
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")
 
 
@@ -37,13 +45,42 @@ class CheckpointError(ValueError):
 
 def staging_folder(path: Path, nonce: str) -> Path:
     """Where the checkpoint `path` is written before it is committed."""
-    return path.parent / f".{path.name}.{nonce}.tmp"
+    return path / nonce if isinstance(path, RemotePath) else path.parent / f".{path.name}.{nonce}.tmp"
+
+
+def version_of(path: Path) -> Path:
+    """Where the files of a checkpoint lie: in its folder, or on an object store in its newest sealed version, if there is one."""
+    if not isinstance(path, RemotePath) or (path / COMMIT).is_file():
+        return path
+    sealed = [(_sealed_at(version), version) for version in _versions(path) if (version / COMMIT).is_file()]
+    return max(sealed, key=lambda item: item[0])[1] if sealed else path
+
+
+def _versions(path: Path) -> list[Path]:
+    return [entry for entry in path.iterdir() if _VERSION.fullmatch(entry.name)]
+
+
+def _sealed_at(version: Path) -> int:
+    try:
+        return int(read_header(version)["time_ns"])
+    except CheckpointError:
+        return -1  # behind any other, and before none, so that someone hears of it
 
 
 def digest(file: Path) -> str:
     """Checksum of a file's content."""
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return hashlib.file_digest(stream, new_checksum).hexdigest()
+
+
+def digest_of(content: bytes) -> str:
+    """Checksum of a content."""
+    return new_checksum(content).hexdigest()
+
+
+def new_checksum(content: bytes = b"") -> "hashlib.blake2b":
+    """The checksum that manifests hold, to be updated."""
+    return hashlib.blake2b(content, digest_size=16)
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
@@ -63,6 +100,8 @@ def seal(folder: Path, files: dict[str, list[Any]], step: int) -> None:
 
 def publish(staging: Path, path: Path) -> None:
     """Give a sealed folder its name. What was there is renamed away first and removed afterwards."""
+    if isinstance(path, RemotePath):  # it exists since it was sealed
+        return _keep_only(path, staging)
     old = None
     if path.is_symlink():
         path.unlink()
@@ -78,6 +117,8 @@ def publish(staging: Path, path: Path) -> None:
 
 def sweep(path: Path) -> None:
     """Delete what attempts that died have left of the checkpoint `path`, which is whole itself."""
+    if isinstance(path, RemotePath):
+        return _keep_only(path, version_of(path))
     for leftover in hidden_versions(path):
         _destroy(leftover)
 
@@ -89,6 +130,10 @@ def sweep_folder(folder: Path, of: Callable[[str], bool]) -> None:
         folder: the checkpoints' folder.
         of: whether nothing is needed any more of the checkpoint of this name but what stands under it.
     """
+    if isinstance(folder, RemotePath):
+        for checkpoint in [entry for entry in folder.iterdir() if of(entry.name)]:
+            _keep_only(checkpoint, version_of(checkpoint))
+        return
     for entry in list(folder.iterdir()):
         match = _HIDDEN.fullmatch(entry.name)
         if match is not None and of(match["name"]):
@@ -97,7 +142,11 @@ def sweep_folder(folder: Path, of: Callable[[str], bool]) -> None:
 
 def remove(path: Path) -> None:
     """Delete a checkpoint (folder, file or link) so that no crash leaves a half one under its name."""
-    if path.is_symlink():
+    if isinstance(path, RemotePath):
+        for version in _versions(path):
+            (version / COMMIT).unlink(missing_ok=True)
+        path.remove_tree()
+    elif path.is_symlink():
         path.unlink()
     elif path.exists():
         old = _hidden(path, "old")
@@ -106,10 +155,24 @@ def remove(path: Path) -> None:
         _destroy(old)
 
 
+def _keep_only(path: Path, kept: Path) -> None:
+    for version in _versions(path):
+        if version != kept:
+            _destroy(version)
+
+
+def discard(staging: Path) -> None:
+    """Delete what was never sealed, as far as that goes."""
+    with contextlib.suppress(OSError):
+        _destroy(staging)
+
+
 def check_target(path: Path) -> None:
-    """Refuse to overwrite a folder that is no checkpoint, and addresses (ValueError)."""
-    refuse_remote(path)
-    if path.is_dir() and not path.is_symlink() and any(path.iterdir()):
+    """Refuse to overwrite a folder that is no checkpoint (ValueError)."""
+    if isinstance(path, RemotePath):
+        if path.is_file() or any(not _VERSION.fullmatch(entry.name) for entry in path.iterdir()):
+            raise ValueError(f"{path} holds other things than a checkpoint; it is not overwritten. Choose another name")
+    elif path.is_dir() and not path.is_symlink() and any(path.iterdir()):
         known = (COMMIT, MANIFEST, ".metadata")
         if not any((path / name).exists() for name in known):
             raise ValueError(f"{path} is a folder that holds no checkpoint; it is not overwritten. Choose another name")
@@ -125,6 +188,7 @@ def verify(path: Path, names: Iterable[str] | None = None) -> dict[str, Any]:
     Raises:
         CheckpointError: not committed, a newer format, or a file that is missing, short, foreign or changed.
     """
+    path = version_of(path)
     header = read_header(path)
     manifest = path / MANIFEST
     if not manifest.is_file() or digest(manifest) != header["manifest"]:
@@ -150,6 +214,7 @@ def read_header(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: not committed, a newer format, or a changed file.
     """
+    path = version_of(path)
     header = _read_json(path / COMMIT, f"{path} was never committed")
     if header.get("format") != FORMAT_VERSION:
         raise CheckpointError(f"{path} has format {header.get('format')}; this version reads {FORMAT_VERSION}")
@@ -161,7 +226,7 @@ def read_header(path: Path) -> dict[str, Any]:
 def listed_files(path: Path) -> list[str]:
     """Names in the manifest, sorted; empty if there is no readable one."""
     try:
-        return sorted(json.loads((path / MANIFEST).read_bytes())["files"])
+        return sorted(json.loads((version_of(path) / MANIFEST).read_bytes())["files"])
     except (OSError, ValueError):
         return []
 
@@ -170,7 +235,7 @@ def committed(folder: Path) -> list[Path]:
     """Sealed folders in `folder`, newest first (by step, then time of commit); their content is not checked yet."""
     found = []
     for entry in folder.iterdir() if folder.is_dir() else ():
-        if entry.is_dir() and not entry.is_symlink() and (entry / COMMIT).is_file():
+        if entry.is_dir() and not entry.is_symlink() and (version_of(entry) / COMMIT).is_file():
             try:
                 header = read_header(entry)
                 found.append(((int(header["step"]), int(header["time_ns"])), entry))
@@ -180,10 +245,9 @@ def committed(folder: Path) -> list[Path]:
 
 
 def resolve(path: Path) -> Path:
-    """`path`, or where a crash in the middle of an overwrite left its newest whole version."""
-    refuse_remote(path)
-    if path.exists():
-        return path
+    """`path`, or where a crash in the middle of an overwrite left its newest whole version; that version on an object store."""
+    if isinstance(path, RemotePath) or path.exists():
+        return version_of(path)
     sealed = [p for p in committed(path.parent) if _is_version_of(path.name, p.name)]
     return sealed[0] if sealed else path
 
@@ -210,6 +274,9 @@ def _is_version_of(name: str, hidden: str) -> bool:
 
 def write_synced(file: Path, content: bytes) -> None:
     """Write a file and sync it to storage."""
+    if isinstance(file, RemotePath):
+        file.write_bytes(content)
+        return
     with file.open("wb") as stream:
         stream.write(content)
         stream.flush()
@@ -218,6 +285,8 @@ def write_synced(file: Path, content: bytes) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Make names in the folder durable."""
+    if isinstance(folder, RemotePath):
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -230,7 +299,10 @@ def _hidden(path: Path, kind: str) -> Path:
 
 
 def _destroy(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
+    if isinstance(path, RemotePath):
+        (path / COMMIT).unlink(missing_ok=True)
+        path.remove_tree()
+    elif path.is_dir() and not path.is_symlink():
         (path / COMMIT).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -238,7 +310,7 @@ def _destroy(path: Path) -> None:
 
 
 def _header_digest(header: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return digest_of(json.dumps(header, sort_keys=True).encode())
 
 
 def _read_json(file: Path, error: str) -> dict[str, Any]:

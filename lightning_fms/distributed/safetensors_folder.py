@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_fms.distributed import commit
 from lightning_fms.distributed.commit import CheckpointError
+from lightning_fms.local_paths import refuse_remote
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -47,6 +48,7 @@ def entries(path: Path) -> dict[str, Entry]:
     Raises:
         CheckpointError: a file is missing or damaged, or lacks a tensor that the index has.
     """
+    refuse_remote(path, "safetensors")
     if not path.is_dir():
         return _entries_of(path)
     if (path / INDEX).is_file():
@@ -99,6 +101,7 @@ def write(
     Raises:
         ValueError: the folder exists.
     """
+    refuse_remote(folder, "a folder of safetensors")
     if folder.exists():
         raise ValueError(f"{folder} exists; give a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)

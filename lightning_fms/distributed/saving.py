@@ -18,6 +18,7 @@ from lightning_fms.distributed import checkpoint, commit, initial, restore, stat
 from lightning_fms.distributed.average import AverageOfShards
 from lightning_fms.distributed.background import BackgroundSaver, Pending
 from lightning_fms.distributed.commit import CheckpointError
+from lightning_fms.remote_path import place
 
 RUN_SEED = "run_seed"  # key in a checkpoint's plain state
 
@@ -66,7 +67,7 @@ class SavingStrategy(ModelParallelStrategy):
             ValueError: a path that cannot be a checkpoint.
         """
         self._refuse_options(storage_options)
-        path = Path(self.broadcast(str(filepath)))
+        path = place(self.broadcast(str(filepath)))
         if self._average is not None and "current_model_state" in checkpoint_state:
             checkpoint_state["state_dict"] = self._for_format(checkpoint_state["state_dict"])
         save = restore.save_file if self._consolidate else restore.save_folder
@@ -75,7 +76,8 @@ class SavingStrategy(ModelParallelStrategy):
     def _refuse_options(self, storage_options: Any) -> None:
         if storage_options is not None:
             raise ValueError(
-                f"storage_options={storage_options!r}: checkpoints are written to a file system without any"
+                f"storage_options={storage_options!r}: checkpoints take none; a store's credentials and settings are those of "
+                "its package, or of fsspec's configuration"
             )
 
     @property
@@ -92,7 +94,7 @@ class SavingStrategy(ModelParallelStrategy):
         """
         assert self.model is not None
         self._background = self._background or BackgroundSaver(self._timeout)
-        path = Path(self.broadcast(str(filepath)))
+        path = place(self.broadcast(str(filepath)))
         names = [state.clean_name(name) for name, _ in self.model.named_buffers()]
         buffers = {f"{part}.{name}" for name in names for part in (restore.MODEL, restore.CURRENT)}
         content = {**checkpoint_state, RUN_SEED: self._seed}
@@ -116,7 +118,7 @@ class SavingStrategy(ModelParallelStrategy):
         Raises:
             CheckpointError: damaged, incomplete, or of another model; no weight was touched.
         """
-        path = Path(self.broadcast(str(checkpoint_path)))
+        path = place(self.broadcast(str(checkpoint_path)))
         weights_only = weights_only if weights_only is not None else getattr(self._launcher, "weights_only", None)
         with self._stored_weights() as module:
             strict = self.lightning_module.strict_loading  # type: ignore[union-attr]
@@ -132,7 +134,7 @@ class SavingStrategy(ModelParallelStrategy):
             CheckpointError: not found, damaged, or of another model; no weight was touched.
         """
         with self._stored_weights() as module:
-            count = initial.load_weights(Path(self.broadcast(str(path))), module, strict)
+            count = initial.load_weights(place(self.broadcast(str(path))), module, strict)
             if self._average is not None:
                 self._average.begin_again(module)
         self._weights_loaded()
@@ -147,6 +149,10 @@ class SavingStrategy(ModelParallelStrategy):
         """Whether a checkpoint was committed; a plain file is there as a whole or not at all."""
         return checkpoint.is_committed(path) if path.is_dir() else path.is_file()
 
+    def committed_at(self, path: Path) -> float:
+        """When a checkpoint folder was committed, in seconds since the epoch; no store says so of a folder."""
+        return commit.read_header(path)["time_ns"] / 1e9 if path.is_dir() else path.stat().st_mtime
+
     def sweep(self, folder: Path, of: Callable[[str], bool]) -> None:
         """Delete what killed attempts have left of checkpoints with such names; on one rank."""
         commit.sweep_folder(folder, of)
@@ -155,6 +161,6 @@ class SavingStrategy(ModelParallelStrategy):
         """Delete a checkpoint, folder or file, on rank 0; a crash leaves no half of it under its name."""
         try:
             if self.is_global_zero:
-                commit.remove(Path(filepath))
+                commit.remove(place(filepath))
         except OSError as error:  # on one rank, in the middle of training
             rank_zero_warn(f"cannot remove the checkpoint {filepath}: {error}")

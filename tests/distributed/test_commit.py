@@ -162,8 +162,6 @@ def test_a_folder_that_is_no_checkpoint_is_not_overwritten(tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint"):
         save(tmp_path / "data", 1)
     assert (tmp_path / "data" / "thesis.txt").exists()
-    with pytest.raises(ValueError, match="not an object store"):
-        save(Path("s3://bucket/x"), 1)
 
 
 def test_files_and_links_of_that_name_are_replaced(tmp_path):
