@@ -62,7 +62,7 @@ def save(
         CheckpointError: a rank could not write; the target is untouched.
         ValueError: the target is a folder that is no checkpoint.
     """
-    rank = rank_in(group)
+    path, rank = place(path), rank_in(group)
     content = (
         state if isinstance(state, bytes) else everywhere(lambda: serialize(state) if rank == 0 else b"", group)[0]
     )

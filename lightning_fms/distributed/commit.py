@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_fms.remote_path import RemotePath
+from lightning_fms.remote_path import RemotePath, place
 
 FORMAT_VERSION = 1
 COMMIT, MANIFEST = "COMMIT", "manifest.json"
@@ -246,6 +246,7 @@ def committed(folder: Path) -> list[Path]:
 
 def resolve(path: Path) -> Path:
     """`path`, or where a crash in the middle of an overwrite left its newest whole version; that version on an object store."""
+    path = place(path)
     if isinstance(path, RemotePath) or path.exists():
         return version_of(path)
     sealed = [p for p in committed(path.parent) if _is_version_of(path.name, p.name)]

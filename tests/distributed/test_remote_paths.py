@@ -120,6 +120,16 @@ def test_damage_on_a_store_is_found_and_the_next_older_valid_one_is_taken(bucket
     assert "passing over" in caplog.text
 
 
+def test_an_address_that_has_been_a_path_is_the_address(
+    bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(Path(f"{ROOT}/step-1.ckpt"), 1)
+    assert commit.resolve(Path(f"{ROOT}/step-1.ckpt")).parent == place(ROOT) / "step-1.ckpt"
+    assert load(latest_committed(Path(ROOT))) == 1
+    assert not (tmp_path / "bucket:").exists()
+
+
 def test_what_is_no_checkpoint_is_not_overwritten(bucket) -> None:
     place(f"{ROOT}/thesis/chapter.txt").write_text("years of work")
     for path in (f"{ROOT}/thesis", f"{ROOT}/thesis/chapter.txt"):
