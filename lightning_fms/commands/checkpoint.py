@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning_fms.commands import exchange
+from lightning_fms.commands.command_line import Parser, fail, fail_of_system
 from lightning_fms.commands.stored import found_in, newest
 from lightning_fms.distributed import checkpoint, commit
 from lightning_fms.distributed.commit import CheckpointError
@@ -24,15 +25,10 @@ PROGRAM = "fms-checkpoint"
 _SCORES = "scores.json"  # written by the callback that saves
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        _fail(f"{message}; see {self.prog} --help", 2)
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = _Parser(prog=PROGRAM, description="Look at checkpoints, without a run; weights in and out.")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    top = Parser(prog=PROGRAM, description="Look at checkpoints, without a run; weights in and out.")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     where = "a checkpoint, a folder of checkpoints, or the folder of a run"
     for name, run, what in (
         ("list", _list, "all of a folder, newest first: step, time, size, score, and whether it is complete"),
@@ -56,13 +52,13 @@ def main(words: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # whoever reads us, `head` for one, has enough
         sys.stderr.close()
     except KeyboardInterrupt:
-        _fail("stopped", 130)
+        fail(PROGRAM, "stopped", 130)
     except CheckpointError as error:
-        _fail(str(error), 1)
+        fail(PROGRAM, str(error), 1)
     except ValueError as error:
-        _fail(str(error), 2)
+        fail(PROGRAM, str(error), 2)
     except OSError as error:
-        _fail(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": "), 1)
+        fail_of_system(PROGRAM, error)
 
 
 def entry(path: Path) -> dict[str, Any]:
@@ -206,11 +202,6 @@ def _damage(path: Path) -> str | None:
     except CheckpointError as error:
         return str(error).removeprefix(f"{path}: ").removeprefix(f"{path} ")
     return None
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    print(f"{PROGRAM}: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(code)
 
 
 if __name__ == "__main__":

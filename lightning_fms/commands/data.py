@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lightning_fms.commands import audit, inspect, mix, prepare
+from lightning_fms.commands.command_line import Parser, fail, fail_of_system
 from lightning_fms.commands.processes import WorkerDied
 from lightning_fms.data.sources import DocumentError
 from lightning_fms.distributed.commit import CheckpointError
@@ -17,21 +18,14 @@ from lightning_fms.distributed.commit import CheckpointError
 PROGRAM = "fms-data"
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says a wrong argument in the form of all errors."""
-
-    def error(self, message: str) -> NoReturn:
-        _fail(f"{message}; see {self.prog} --help", 2)
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = _Parser(
+    top = Parser(
         prog=PROGRAM,
         description="Look at data, prepare it, plan a mixture, and ask which documents a training step has seen.",
         epilog=f"{PROGRAM} COMMAND --help says more of a command.",
     )
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     for command in (inspect, prepare, mix, audit):
         command.add_parser(commands)
     return top
@@ -55,13 +49,11 @@ def main(words: Sequence[str] | None = None) -> None:
     except WorkerDied as error:
         _fail(f"{error}; give the same command with fewer --workers, and it goes on", 1)
     except OSError as error:
-        _fail(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": "), 1)
+        fail_of_system(PROGRAM, error)
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    message = " ".join(message.split()).replace("set text_key to", "give --text-key")
-    print(f"{PROGRAM}: error: {message}", file=sys.stderr)
-    sys.exit(code)
+    fail(PROGRAM, " ".join(message.split()).replace("set text_key to", "give --text-key"), code)
 
 
 if __name__ == "__main__":
