@@ -10,7 +10,7 @@ import torch
 from gloo_world import once, run_world
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from safetensors.torch import load_file
-from tiny import Rows, Run, Tiny, fit, trainer, whole_weights
+from tiny import ROWS, Recorder, Rows, Run, T, Tiny, V, fit, trainer, whole_weights
 from torch import Tensor
 
 from lightning_fms.callbacks import StepCheckpoint
@@ -84,6 +84,25 @@ def mesh() -> dict[str, Any]:
     return {"replicate": 2, "shard": 1} if os.environ.get("WORLD_SIZE") == "2" else {}
 
 
+def on_tensor_ranks(folder: Path) -> Run:
+    """Two tensor ranks, which read the same rows, save, and go on."""
+    plan = {"embedding": "embedding_rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    rows = [Rows(8), Rows(2, seed=1)]
+    for one, seed in zip(rows, (0, 1), strict=True):
+        one._rows = torch.randint(0, V, (len(one), ROWS, T + 1), generator=torch.Generator().manual_seed(seed))
+    recorder = Recorder()
+    for steps, path in ((SAVED_AT, None), (STEPS, folder / "tensor")):
+        pl.seed_everything(7, verbose=False)
+        callbacks: list[pl.Callback] = [
+            EMAWeightAveraging(decay=0.7, update_starting_at_step=1),
+            SaveAt(folder / "tensor"),
+        ]
+        strategy = FSDPCompileStrategy(tensor=2, tensor_plan=plan)
+        t = trainer(recorder, strategy, callbacks=callbacks, max_steps=steps, val_check_interval=2)
+        t.fit(Tiny(), *rows, ckpt_path=path)
+    return recorder.run
+
+
 def runs_of(folder: Path) -> dict[str, Run]:
     size = os.environ.get("WORLD_SIZE", "1")
     form = FSDPCompileStrategy(checkpoint_format="consolidated")
@@ -132,6 +151,10 @@ def test_the_average_of_shards_is_stock_lightnings_on_one_process(worlds: dict[s
     for name in ("fp32", "file", "replicated"):
         assert same(worlds["saved"][size][name], worlds["stock"], STEPS), name
     assert worlds["stock"].losses[-1] != pytest.approx(worlds["stock"].val_losses[-1], abs=1e-4)
+
+
+def test_the_average_of_matrices_split_between_tensor_ranks(worlds: dict[str, Any], tmp_path: Path) -> None:
+    assert same(run_world(2, on_tensor_ranks, tmp_path, tmp_path)[0], worlds["stock"], STEPS)
 
 
 @pytest.mark.parametrize("size", SIZES)
