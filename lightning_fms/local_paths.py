@@ -22,3 +22,9 @@ def refuse_remote(path: str | Path, what: str) -> None:
             f"{what}: {path} is an address, and this needs a folder on a file system. Only checkpoint folders can be addresses: "
             "fms-train callbacks.checkpoint.dirpath=s3://..., or StepCheckpoint('s3://...')"
         )
+
+
+def local_path(path: str | Path, what: str) -> Path:
+    """The path, which is no address; else a ValueError as of `refuse_remote`."""
+    refuse_remote(path, what)
+    return Path(path)

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fms.gradient_norm import total_norm
+from lightning_fms.local_paths import local_path
 
 # Of the median absolute deviation of a normal distribution to its standard deviation.
 _MAD_TO_SIGMA = 1.4826
@@ -90,7 +91,7 @@ class BadSteps(L.Callback):
             raise ValueError(f"{spike=}: must be above 0, or null for non-finite values only")
         if on_bad not in ("skip", "rollback"):
             raise ValueError(f"{on_bad=}: give 'skip' or 'rollback'")
-        self.path, self.spike, self.on_bad = Path(path) if path is not None else None, spike, on_bad
+        self.path, self.spike, self.on_bad = local_path(path, "BadSteps") if path is not None else None, spike, on_bad
         self.max_in_a_row, self.max_total = max_in_a_row, max_total
         self.in_a_row = self.total = 0
         self._losses, self._norms = Window(window), Window(window)

@@ -4,13 +4,13 @@ Checkpoints hold the same state but are few, because they are large. This one is
 """
 
 import os
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 
 from lightning_fms.callbacks.cadence import StepClock
+from lightning_fms.local_paths import local_path
 
 
 class DataTrail(L.Callback):
@@ -29,7 +29,7 @@ class DataTrail(L.Callback):
     def __init__(self, dirpath: str, every_n_steps: int = 100) -> None:
         if every_n_steps < 1:
             raise ValueError(f"{every_n_steps=}: must be at least 1")
-        self.folder, self.every_n_steps = Path(dirpath), every_n_steps
+        self.folder, self.every_n_steps = local_path(dirpath, "DataTrail"), every_n_steps
         self._clock = StepClock()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -10,6 +10,7 @@ import lightning as L
 from lightning_fms.callbacks.cadence import StepClock, logging_due
 from lightning_fms.callbacks.data_clock import DataWait, data_wait_of
 from lightning_fms.callbacks.lineage import Attempt, goodput, process_started, read_attempts
+from lightning_fms.local_paths import local_path
 
 
 class GoodputLog(L.Callback):
@@ -29,7 +30,7 @@ class GoodputLog(L.Callback):
     def __init__(self, dirpath: str | Path, every_n_steps: int = 10) -> None:
         if every_n_steps < 1:
             raise ValueError(f"{every_n_steps=}: must be at least 1")
-        self.folder, self.every_n_steps = Path(dirpath), every_n_steps
+        self.folder, self.every_n_steps = local_path(dirpath, "GoodputLog"), every_n_steps
         self._clock = StepClock()
         self._attempt: Attempt | None = None
         self._file = self.folder

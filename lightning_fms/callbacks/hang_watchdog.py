@@ -19,6 +19,7 @@ import lightning as L
 
 from lightning_fms.callbacks.collectives import waiting
 from lightning_fms.callbacks.stop_signals import leave, say, say_stacks
+from lightning_fms.local_paths import local_path
 
 EXIT_CODE = 124  # as of `timeout`
 
@@ -41,7 +42,7 @@ class HangWatchdog(L.Callback):
         if timeout_s <= 0 or patient_s < timeout_s:
             raise ValueError(f"{timeout_s=}, {patient_s=}: must be above 0, the second at least the first")
         self.timeout_s, self.patient_s = timeout_s, patient_s
-        self.dirpath = Path(dirpath) if dirpath is not None else None
+        self.dirpath = local_path(dirpath, "HangWatchdog") if dirpath is not None else None
         self._rank, self._step, self._first = 0, 0, True
         self._state = ("start", time.monotonic(), patient_s)  # what was begun, when, and how long it may take
         self._over = threading.Event()

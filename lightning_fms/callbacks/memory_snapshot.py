@@ -10,6 +10,8 @@ from pathlib import Path
 import lightning as L
 import torch
 
+from lightning_fms.local_paths import local_path
+
 _ENTRIES = 200_000
 
 
@@ -25,7 +27,7 @@ class MemorySnapshot(L.Callback):
     """
 
     def __init__(self, dirpath: str | Path, history: bool = False) -> None:
-        self.folder, self.history = Path(dirpath), history
+        self.folder, self.history = local_path(dirpath, "MemorySnapshot"), history
         self.written: Path | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

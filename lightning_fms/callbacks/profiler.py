@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_fms.callbacks.cadence import StepClock
 from lightning_fms.callbacks.overlap import Overlap
 from lightning_fms.callbacks.throughput import synchronize
+from lightning_fms.local_paths import local_path
 
 _ROWS = 40
 _NAMED = 3
@@ -47,7 +48,8 @@ class Profiler(L.Callback):
         for name, value in (("at_step", at_step), ("steps", steps)):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
-        self.folder, self.at_step, self.steps, self.ranks = Path(dirpath), at_step, steps, tuple(ranks)
+        self.folder = local_path(dirpath, "Profiler")
+        self.at_step, self.steps, self.ranks = at_step, steps, tuple(ranks)
         self.memory, self.stacks = memory, stacks
         self._clock = StepClock()
         self._seen, self._done = 0, False

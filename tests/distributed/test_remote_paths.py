@@ -12,7 +12,7 @@ from bucket import Bucket, Killed, open_bucket
 from gloo_world import run_world
 from tiny import Run, Tiny, fit
 
-from lightning_fms.callbacks import StepCheckpoint
+from lightning_fms.callbacks import BadSteps, DataTrail, GoodputLog, HangWatchdog, StepCheckpoint
 from lightning_fms.commands.checkpoint import main
 from lightning_fms.distributed import (
     CheckpointError,
@@ -217,6 +217,14 @@ def test_what_stays_on_a_file_system_is_refused_at_an_address(bucket, tmp_path: 
         reserve(Path("s3://bucket"), "llama")
     with pytest.raises(ValueError, match=REFUSED):
         refuse_remote("gs://x", "x")
+    for record, name in (
+        (BadSteps, "path"),
+        (DataTrail, "dirpath"),
+        (GoodputLog, "dirpath"),
+        (HangWatchdog, "dirpath"),
+    ):
+        with pytest.raises(ValueError, match=f"{record.__name__}: s3://bucket/x is an address"):
+            record(**{name: "s3://bucket/x"})
     consolidated = FSDPCompileStrategy(checkpoint_format="consolidated")
     with pytest.raises(ValueError, match="only FSDPCompileStrategy with checkpoint_format='sharded'"):
         fit(callbacks=[StepCheckpoint(ROOT)], strategy=consolidated, enable_checkpointing=True)
