@@ -44,7 +44,9 @@ class MaskedLM(CausalLM):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """Mean cross-entropy in nats over the chosen tokens of `input_ids`, in fp32."""
         ids = batch["input_ids"]
-        vocabulary = self.net.get_submodule("embedding").num_embeddings
+        embedding = self.net.get_submodule("embedding")
+        assert isinstance(embedding, nn.Embedding)
+        vocabulary = embedding.num_embeddings
         mask_id = vocabulary - 1 if self.mask_id is None else self.mask_id
         draw = torch.rand(ids.shape, device=ids.device) / self.share  # below 1: chosen
         seen = torch.where(draw < 0.8, mask_id, ids)

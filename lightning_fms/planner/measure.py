@@ -37,18 +37,25 @@ class Trial:
 
 
 def halve(candidates: Sequence[T], run: Callable[[T, int], Trial], steps: Sequence[int]) -> "Measured[T]":
-    """Measure in rounds.
+    """Measure in rounds, one after the other.
 
     Args:
         candidates: in the order of hope; a round is not shortened by it.
         run: a trial of so many steps.
         steps: of each round.
     """
+    return halve_together(candidates, lambda left, count: [run(one, count) for one in left], steps)
+
+
+def halve_together(
+    candidates: Sequence[T], run: Callable[[Sequence[T], int], Sequence[Trial]], steps: Sequence[int]
+) -> "Measured[T]":
+    """The same where all trials of a round are started at once."""
     trials: dict[int, Trial] = {}
     left = list(range(len(candidates)))
     for round_, count in enumerate(steps):
-        for i in left:
-            trials[i] = run(candidates[i], count)
+        if left:
+            trials |= dict(zip(left, run([candidates[i] for i in left], count), strict=True))
         left = sorted((i for i in left if math.isfinite(trials[i].seconds)), key=lambda i: trials[i].seconds)
         if round_ < len(steps) - 1:
             left = left[: max(math.ceil(len(left) * KEEP), 1)]

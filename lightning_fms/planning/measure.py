@@ -32,13 +32,15 @@ _OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "HIP out of memory")
 
 
 class StepTimes(L.Callback):
-    """Write the seconds of each optimizer step, the slowest rank's, as a JSON list.
+    """Time optimizer steps, the slowest rank's; the metric `step_seconds` is what a trial scores (`planner.measure`).
 
     Args:
-        path: of the file.
+        path: of a file for the seconds of each step, a JSON list; None writes none.
     """
 
-    def __init__(self, path: str) -> None:
+    only_watches = True
+
+    def __init__(self, path: str | None = None) -> None:
         self.path = path
         self._clock, self._seconds, self._since = StepClock(), [], 0.0  # type: ignore[var-annotated]
 
@@ -61,8 +63,10 @@ class StepTimes(L.Callback):
         """Agree on the slowest and write."""
         mine = torch.tensor(self._seconds, device=trainer.strategy.root_device)
         slowest = trainer.strategy.reduce(mine, reduce_op="max")
-        if trainer.is_global_zero:
-            Path(self.path).write_text(json.dumps(slowest.tolist()))
+        seconds = slowest.tolist()
+        trainer.callback_metrics["step_seconds"] = torch.tensor(Trial(seconds).seconds)
+        if trainer.is_global_zero and self.path is not None:
+            Path(self.path).write_text(json.dumps(seconds))
 
 
 def measured(

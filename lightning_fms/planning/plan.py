@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from hydra import compose
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
@@ -53,15 +52,15 @@ def plan(cfg: DictConfig, choices: Mapping[str, Any]) -> report.Plan:
     app.quiet()
     notes: list[str] = []
     as_given = cfg.copy()
-    _check(cfg)
+    check_plan(cfg)
     settings: PlanSettings = app.plugin(cfg.plan)
     hardware: Hardware = app.plugin(cfg.hardware)
-    _fill_vocabulary(cfg, settings, notes)
+    fill_vocabulary(cfg, settings, notes)
     nodes = cfg.trainer.get("num_nodes", 1)
     devices = app.devices_asked(cfg.trainer) * nodes
     work = count_work(cfg)
     run = _run(cfg, settings, work)
-    precisions = _precisions(cfg, choices, settings, hardware, devices)
+    precisions = precisions_for(cfg, choices, settings, hardware, devices)
     own_offload = bool(cfg.strategy.get("activation_offload", False))
     settings = replace(settings, activation_offload=sorted({*settings.activation_offload, own_offload}))
     space = enumerate_space(
@@ -70,10 +69,10 @@ def plan(cfg: DictConfig, choices: Mapping[str, Any]) -> report.Plan:
     )  # fmt: skip
     structures = {structure_of(c) for c in space}
     print(f"fms-plan: {len(space)} configurations, probing {len(structures)} structures without a GPU ...", flush=True)
-    probed = probe(job_for(cfg, settings, precisions), space, settings.processes)
+    probed = probe(job_for(cfg, settings, precisions, choices), space, settings.processes)
     work = with_activations(work, probed)
     every = cfg.strategy.get("checkpoint_every", 2)
-    candidates, failed = _candidates(space, probed, work, hardware, every)
+    candidates, failed = candidates_of(space, probed, work, hardware, every)
     if settings.measure:
         if nodes > 1:
             raise ConfigError(f"plan.measure=true with trainer.num_nodes={nodes}: measure on one machine")
@@ -87,7 +86,7 @@ def plan(cfg: DictConfig, choices: Mapping[str, Any]) -> report.Plan:
     return made
 
 
-def _check(cfg: DictConfig) -> None:
+def check_plan(cfg: DictConfig) -> None:
     """As for a run, whatever data it may have: a plan needs none."""
     copy = cfg.copy()
     with open_dict(copy):
@@ -111,7 +110,8 @@ def _check(cfg: DictConfig) -> None:
         )
 
 
-def _fill_vocabulary(cfg: DictConfig, settings: PlanSettings, notes: list[str]) -> None:
+def fill_vocabulary(cfg: DictConfig, settings: PlanSettings, notes: list[str]) -> None:
+    """Take the vocabulary's size from the tokenizer or the settings where the config leaves it open."""
     net = OmegaConf.select(cfg, "model.net")
     if not isinstance(net, DictConfig) or "vocab_size" not in net.keys() or not OmegaConf.is_missing(net, "vocab_size"):  # noqa: SIM118
         return
@@ -152,9 +152,10 @@ def _run(cfg: DictConfig, settings: PlanSettings, work: Work) -> Run:
     return Run(cfg.trainer.max_steps, tokens_per_step, work.parameters)
 
 
-def _precisions(
+def precisions_for(
     cfg: DictConfig, choices: Mapping[str, Any], settings: PlanSettings, hardware: Hardware, devices: int
 ) -> list[str]:
+    """Those of the settings, else the config's own and the fastest FP8 that the hardware has."""
     if settings.precisions is not None:
         wanted = [precision for precision in settings.precisions if precision in FP8_RECIPES]
         if wanted and hardware.fp8_tflops is None:
@@ -169,8 +170,10 @@ def _precisions(
     return [own, *faster]
 
 
-def job_for(cfg: DictConfig, settings: PlanSettings, precisions: Sequence[str]) -> dict[str, Any]:
-    """What all probes have in common, in plain values."""
+def job_for(
+    cfg: DictConfig, settings: PlanSettings, precisions: Sequence[str], choices: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What all probes have in common, in plain values; the config's own options, by group in `choices`, stay as it has them."""
     copy = cfg.copy()
     with open_dict(copy):
         for key in ("plan", "hardware", "paths", "callbacks", "logger"):
@@ -179,17 +182,17 @@ def job_for(cfg: DictConfig, settings: PlanSettings, precisions: Sequence[str]) 
     resolved = {key: OmegaConf.to_container(copy[key], resolve=True) for key in keep if copy.get(key) is not None}
     return {
         "config": {**resolved, "data": {"seq_len": cfg.data.seq_len}},
-        "precision": {option: _option(cfg, "precision", option) for option in precisions},
-        "kernels": {option: _option(cfg, "kernels", option) for option in settings.kernels},
+        "precision": {option: _option(cfg, choices or {}, "precision", option) for option in precisions},
+        "kernels": {option: _option(cfg, choices or {}, "kernels", option) for option in settings.kernels},
         "rows": list(settings.probe_rows),
     }
 
 
-def _option(cfg: DictConfig, group: str, option: str) -> Any:
+def _option(cfg: DictConfig, choices: Mapping[str, Any], group: str, option: str) -> Any:
     """An option of a group: as the user has it where it is the chosen one."""
     overrides = precision_overrides(option) if group == "precision" else [f"{group}={option}"]
     chosen = overrides[0].partition("=")[2]
-    if HydraConfig.initialized() and HydraConfig.get().runtime.choices.get(group) == chosen:
+    if choices.get(group) == chosen:
         own = cfg[group].copy()
         for override in overrides[1:]:
             key, _, value = override.removeprefix(f"{group}.").partition("=")
@@ -205,9 +208,10 @@ def with_activations(work: Work, probed: Mapping[Structure, Probed]) -> Work:
     return replace(work, activation_bytes=max(known or every, default=0.0))
 
 
-def _candidates(
+def candidates_of(
     space: Sequence[Configuration], probed: Mapping[Structure, Probed], work: Work, hardware: Hardware, every: int
 ) -> tuple[list[Candidate], list[str]]:
+    """Configurations with memory and time, and a line for each reason for which some have none."""
     found, failed = [], {}
     for configuration in space:
         structure = structure_of(configuration)
