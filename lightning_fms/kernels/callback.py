@@ -123,7 +123,7 @@ class TritonKernels(Callback):
         if self._attends:
             lines.append(f"attention: {self._attends}")
         if self._linears:
-            lines.append(f"Triton only: GEMMs in compiled blocks, and at {shortened(self._linears)}")
+            lines.append(f"Triton only: GEMMs of {shortened(self._linears)}, and in compiled blocks")
         return [*lines, *(f"not swapped: {reason}" for reason in (*self._decided, *swaps.skipped))]
 
     def transform_module(self, module: nn.Module) -> None:

@@ -1,7 +1,8 @@
-"""`F.linear` by the Triton GEMM of `matmul`, for linear layers outside compiled blocks where no library may run.
+"""`F.linear` by the Triton GEMM of `matmul`, where no library may run.
 
-Forward and both gradients are one registered product of two matrices, whose gradients are products again. What the compiler
-traces keeps `F.linear`: Inductor has GEMM templates of its own, and fuses what follows into them.
+Forward and both gradients are one registered product of two matrices, whose gradients are products again. It also stands in
+compiled blocks, for half precision: as fast as cuBLAS where it was measured, it leaves Inductor nothing to try out, which takes
+minutes. In fp32 the compiler keeps `F.linear`, because what autocast would make of it cannot be asked while it traces.
 """
 
 from typing import Any
@@ -17,9 +18,11 @@ from lightning_fms.triton_backend import use_triton
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     """[..., D] -> [..., V]: `F.linear` by Triton if `backend` is 'triton_only', by PyTorch otherwise and for float64."""
-    if torch.compiler.is_compiling():  # first of all: what follows asks about autocast, which older compilers cannot trace
-        return F.linear(x, weight, bias)
     plain = all(type(t) in (Tensor, nn.Parameter) for t in (x, weight))
+    if torch.compiler.is_compiling():  # asked first: older compilers cannot trace a question about autocast
+        half = plain and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+        ours = half and backend == "triton_only" and use_triton("auto", x.device, x.dtype)
+        return _product_of(x, weight, bias) if ours else F.linear(x, weight, bias)
     dtype = gemm_dtype(x)
     if backend != "triton_only" or not plain or dtype == torch.float64:
         return F.linear(x, weight, bias)
@@ -27,9 +30,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Tens
     if unfit or not use_triton("auto", x.device, dtype):
         return F.linear(x, weight, bias)  # on a CPU; or dtypes that do not fit, whose error is F.linear's to give
     with torch.autocast(x.device.type, enabled=False):
-        y = torch.ops.lightning_fms.product(x.reshape(-1, x.shape[-1]).to(dtype), weight.to(dtype).t())
-        y = y if bias is None else y + bias.to(dtype)
-        return y.reshape(*x.shape[:-1], len(weight))
+        return _product_of(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def _product_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = torch.ops.lightning_fms.product(x.reshape(-1, x.shape[-1]), weight.t())
+    return (y if bias is None else y + bias).reshape(*x.shape[:-1], len(weight))
 
 
 @torch.library.custom_op("lightning_fms::product", mutates_args=())

@@ -1,10 +1,9 @@
 """Let the training step run without cuBLAS, cuDNN, CUTLASS and FlashAttention: every GEMM and attention is a Triton kernel.
 
-Four places call a library in a step of a transformer. GEMMs in compiled blocks: Inductor is told to choose among its Triton
-templates only, by measuring them. Attention: `flex_sdpa` stands in for it. The head's GEMMs: `linear_cross_entropy` has its own.
-Linear layers and norms outside compiled blocks: their `forward` is swapped, and steps aside while the compiler traces.
-
-Trade-off: compilation takes longer, because each GEMM is measured in several shapes. What is left is named in the report;
+Four places call a library in a step of a transformer. Linear layers: their `forward` is swapped for the product of `matmul`.
+Attention: `flex_sdpa` stands in for it. The head's GEMMs: `linear_cross_entropy` has its own. Products that a module writes
+itself: in compiled blocks Inductor is told to choose among its Triton templates only, by measuring them, which takes longer.
+Norms outside compiled blocks are swapped, too, and step aside while the compiler traces. What is left is named in the report;
 `benchmarks/triton_only.py` looks at what really ran (`library_kernels.cuda_libraries_used`).
 """
 
@@ -65,7 +64,7 @@ class CompilerSettings:
 
 
 def swap_linears(module: nn.Module, swaps: Swaps) -> list[str]:
-    """Let every plain `nn.Linear` that is not swapped yet use the Triton GEMM outside compiled blocks; the names."""
+    """Let every plain `nn.Linear` that is not swapped yet use the Triton GEMM; the names."""
     found = []
     for name, child in module.named_modules():
         plain = isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward

@@ -172,6 +172,17 @@ def test_linear_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.library.opcheck(torch.ops.lightning_fms.product, leaves(torch.float32, (5, 16), (16, 24)))
 
 
+def test_linear_by_triton_in_a_compiled_block() -> None:
+    def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear(x, weight, bias, "triton_only").float().square().sum()
+
+    tensors = leaves(torch.bfloat16, (2, 5, 16), (24, 16), (24,))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(loss(*tensors), tensors)
+    for found, true in zip(torch.autograd.grad(compiled(*tensors), tensors), expected, strict=True):
+        assert torch.equal(found, true)
+
+
 def test_a_step_of_a_llama_calls_no_library_for_a_product() -> None:
     """All but attention, whose Triton kernel has no backward on CPU."""
     torch.manual_seed(0)

@@ -70,7 +70,9 @@ def test_linears_and_norms_step_aside_in_a_compiled_block() -> None:
     net, swaps = Llama(53, 32, 1, 4), Swaps()
     block, tokens = net.layers[0], torch.arange(8)[None] % 53
     calls: list[tuple] = []
-    watch = block.register_forward_pre_hook(lambda _, inputs: calls.append([t.detach() for t in inputs if t is not None]))
+    watch = block.register_forward_pre_hook(
+        lambda _, inputs: calls.append([t.detach() for t in inputs if t is not None])
+    )
     net(tokens)
     watch.remove()
     expected = block(*calls[0])
