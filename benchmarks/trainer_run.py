@@ -83,7 +83,9 @@ def _fp8(options: set[str], device: torch.device) -> FP8Precision | None:
         return None
     on_cpu = device.type == "cpu"  # there it proves that the run works, on layers that are all too small to gain
     gather = "gather" in options
-    return FP8Precision(recipes[-1], emulate=on_cpu, all_gather=gather, keep_small=not (on_cpu or "small" in options))
+    small = on_cpu or "small" in options
+    fast = "fast" in options
+    return FP8Precision(recipes[-1], emulate=on_cpu, all_gather=gather, fast_gradients=fast, keep_small=not small)
 
 
 if __name__ == "__main__":

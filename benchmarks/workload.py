@@ -22,6 +22,7 @@ OPTIONS = {
     "kernels": "TritonKernels",
     "fp8": "FP8Precision, tensorwise",
     "fused": "FP8Precision with that recipe",
+    "fast": "with fused: fast_gradients",
     "rowwise": "FP8Precision with that recipe",
     "rowwise_gw_hp": "FP8Precision with that recipe",
     "small": "FP8 also where layers are small",

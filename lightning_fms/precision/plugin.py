@@ -39,6 +39,8 @@ class FP8Precision(Precision):
         all_gather: gather sharded weights in FP8, half the bytes of bf16; `tensorwise` only, and only under
             `FSDPCompileStrategy`. Off by default: it pays when communication is exposed. Cannot be undone at the end of a
             fit, because the optimizer holds the wrapped weights.
+        fast_gradients: let the tensor cores add up both gradients in their own precision of about 14 bits, as they add up
+            the output in every recipe; `fused` only. Off by default: faster, with a larger error (docs/fp8.md).
         head: convert the output head too. Off by default: its rounding errors go straight into the loss.
         keep_small: keep layers in bf16 that are too small to gain. Turn it off to convert everything that can be.
         skip: patterns of names, as in a shell (`*.mlp.router`), that stay in bf16.
@@ -47,7 +49,7 @@ class FP8Precision(Precision):
         report: after setup, a headline (also logged) and a table of what was converted, what was not and why.
 
     Raises:
-        ValueError: for an unknown recipe, or FP8 all-gather with row scales; at setup, for a device without FP8 or a
+        ValueError: for an unknown recipe, or an option that it does not have; at setup, for a device without FP8 or a
             pattern in `skip` that matches nothing.
         RuntimeError: at setup, if FP8 computes wrong numbers on this machine.
     """
@@ -59,12 +61,14 @@ class FP8Precision(Precision):
         recipe: str = "tensorwise",
         emulate: bool = False,
         all_gather: bool = False,
+        fast_gradients: bool = False,
         head: bool = False,
         keep_small: bool = True,
         skip: Sequence[str] = (),
     ) -> None:
         self.recipe, self.emulate, self.all_gather = recipe, emulate, all_gather
-        self._recipe = Recipe(recipe, emulate, all_gather)
+        self.fast_gradients = fast_gradients
+        self._recipe = Recipe(recipe, emulate, all_gather, fast_gradients)
         self.head, self.keep_small, self.skip = head, keep_small, tuple(skip)
         self.report: list[str] = []
         self.decisions: list[Decision] = []

@@ -123,7 +123,9 @@ def product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, emulate: b
     return torch._scaled_mm(a, b.t(), a_scales[:, None], b_scales[None], out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
-def weight_gradient(grad: Tensor, grad_scales: Tensor, x: Tensor, x_scales: Tensor, emulate: bool) -> Tensor:
+def weight_gradient(
+    grad: Tensor, grad_scales: Tensor, x: Tensor, x_scales: Tensor, emulate: bool, fast: bool = False
+) -> Tensor:
     """bf16 [O, D], the sum over rows of (grad_scales grad) (x_scales x); grad [N, O], x [N, D] in e4m3."""
     scales = grad_scales * x_scales
     largest = scales.amax()
@@ -131,12 +133,14 @@ def weight_gradient(grad: Tensor, grad_scales: Tensor, x: Tensor, x_scales: Tens
     if emulate:
         return (a.float() @ b.float().t() * largest).bfloat16()
     one = torch.ones((), dtype=torch.float32, device=grad.device)
-    return torch._scaled_mm(a, b.t(), largest, one, out_dtype=torch.bfloat16, use_fast_accum=False)
+    return torch._scaled_mm(a, b.t(), largest, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, quantized: QuantizedWeight | None, emulate: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, quantized: QuantizedWeight | None, emulate: bool, fast: bool
+    ) -> Tensor:
         x8, scales = quantize_rows(x)
         if quantized is None:
             rows, row_scales = torch.ops.lightning_fms.quantize_weight_rows([weight])
@@ -144,7 +148,7 @@ class _Linear(torch.autograd.Function):
         else:
             rows, row_scales = quantized.rows, quantized.row_scales
             ctx.save_for_backward(x8, scales, quantized.columns, quantized.column_scales)
-        ctx.emulate = emulate
+        ctx.emulate, ctx.fast = emulate, fast
         return product(x8, scales, rows, row_scales, emulate, fast=True)
 
     @staticmethod
@@ -156,10 +160,10 @@ class _Linear(torch.autograd.Function):
             columns, column_scales = (
                 weight if len(weight) == 2 else torch.ops.lightning_fms.quantize_weight_columns(weight)
             )
-            grad_x = product(grad8, grad_scales, columns, column_scales, ctx.emulate)
+            grad_x = product(grad8, grad_scales, columns, column_scales, ctx.emulate, ctx.fast)
         if ctx.needs_input_grad[1]:
-            grad_w = weight_gradient(grad8, grad_scales, x8, scales, ctx.emulate)
-        return grad_x, grad_w, None, None
+            grad_w = weight_gradient(grad8, grad_scales, x8, scales, ctx.emulate, ctx.fast)
+        return grad_x, grad_w, None, None, None
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -173,6 +177,7 @@ class _GatedMLP(torch.autograd.Function):
         gate_up_quantized: QuantizedWeight | None,
         down_quantized: QuantizedWeight | None,
         emulate: bool,
+        fast: bool,
     ) -> Tensor:
         x8, scales = quantize_rows(x)
         if gate_up_quantized is None or down_quantized is None:
@@ -185,7 +190,7 @@ class _GatedMLP(torch.autograd.Function):
         gate_up = product(x8, scales, wide, wide_scales, emulate, fast=True)
         hidden8, hidden_scales = swiglu_rows(gate_up)
         ctx.save_for_backward(x8, scales, gate_up, hidden8, hidden_scales, *kept)
-        ctx.emulate = emulate
+        ctx.emulate, ctx.fast = emulate, fast
         return product(hidden8, hidden_scales, narrow, narrow_scales, emulate, fast=True)
 
     @staticmethod
@@ -196,17 +201,23 @@ class _GatedMLP(torch.autograd.Function):
             kept = [*quantize(kept[:2]), *quantize(kept[2:])]
         wide, wide_scales, narrow, narrow_scales = kept
         grad8, grad_scales = quantize_rows(grad)
-        grad_hidden = product(grad8, grad_scales, narrow, narrow_scales, ctx.emulate)
-        grad_down = weight_gradient(grad8, grad_scales, hidden8, hidden_scales, ctx.emulate)
+        grad_hidden = product(grad8, grad_scales, narrow, narrow_scales, ctx.emulate, ctx.fast)
+        grad_down = weight_gradient(grad8, grad_scales, hidden8, hidden_scales, ctx.emulate, ctx.fast)
         grad8, grad_scales = swiglu_rows_backward(grad_hidden, gate_up)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = product(grad8, grad_scales, wide, wide_scales, ctx.emulate)
-        grad_gate, grad_up = weight_gradient(grad8, grad_scales, x8, scales, ctx.emulate).chunk(2)
-        return grad_x, grad_gate, grad_up, grad_down, None, None, None
+            grad_x = product(grad8, grad_scales, wide, wide_scales, ctx.emulate, ctx.fast)
+        grad_gate, grad_up = weight_gradient(grad8, grad_scales, x8, scales, ctx.emulate, ctx.fast).chunk(2)
+        return grad_x, grad_gate, grad_up, grad_down, None, None, None, None
 
 
-def linear(x: Tensor, weight: Tensor, quantized: QuantizedWeight | None = None, emulate: bool = False) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    quantized: QuantizedWeight | None = None,
+    emulate: bool = False,
+    fast_gradients: bool = False,
+) -> Tensor:
     """x W^T in FP8: bf16 [N, O] from `x` [N, D] and `weight` [O, D].
 
     Args:
@@ -214,8 +225,9 @@ def linear(x: Tensor, weight: Tensor, quantized: QuantizedWeight | None = None, 
         weight: its gradient comes out in bf16.
         quantized: `weight`, rounded before; None rounds it here.
         emulate: round to FP8 and multiply in fp32.
+        fast_gradients: add up both gradients in the tensor cores' own precision too, as the output always is.
     """
-    return _Linear.apply(x, weight, quantized, emulate)
+    return _Linear.apply(x, weight, quantized, emulate, fast_gradients)
 
 
 def gated_mlp(
@@ -226,9 +238,10 @@ def gated_mlp(
     gate_up_quantized: QuantizedWeight | None = None,
     down_quantized: QuantizedWeight | None = None,
     emulate: bool = False,
+    fast_gradients: bool = False,
 ) -> Tensor:
     """(silu(x gate^T) * (x up^T)) down^T in FP8: bf16 [N, D] from `x` [N, D], `gate` and `up` [F, D], `down` [D, F].
 
     `gate_up_quantized` holds gate above up; all else as in `linear`.
     """
-    return _GatedMLP.apply(x, gate, up, down, gate_up_quantized, down_quantized, emulate)
+    return _GatedMLP.apply(x, gate, up, down, gate_up_quantized, down_quantized, emulate, fast_gradients)
