@@ -6,11 +6,17 @@ run then draws the same dropout masks as the uninterrupted one, bitwise on the s
 any other; validation, logging or a data loader cannot shift them. Seeding costs about 30 microseconds.
 """
 
+import functools
 import hashlib
 import random
 
 import numpy as np
 import torch
+
+
+@functools.cache
+def _accelerated() -> bool:
+    return torch.accelerator.is_available()
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -22,6 +28,7 @@ def derive_seed(*parts: int | str) -> int:
 def seed_micro_batch(seed: int, step: int, micro_batch: int, data_rank: int) -> None:
     """Seed every global generator for one micro-batch of one data rank."""
     value = derive_seed(seed, step, micro_batch, data_rank)
-    torch.manual_seed(value)
+    # Without an accelerator, torch.manual_seed writes down the stack for a later one: milliseconds.
+    (torch.manual_seed if _accelerated() else torch.default_generator.manual_seed)(value)
     np.random.seed(value % 2**32)
     random.seed(value)
