@@ -172,6 +172,10 @@ def test_only_complete_checkpoints_count_as_progress(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 3
     (tmp_path / "checkpoints/step-5.ckpt").touch()
     assert newest_step(tmp_path) == 5
+    (tmp_path / "attempts").mkdir()
+    (tmp_path / "attempts" / "1.json").write_text('{"last_committed_step": 7}')  # its checkpoints are on an object store
+    (tmp_path / "attempts" / "2.json").write_text("{torn")
+    assert newest_step(tmp_path) == 7
 
 
 START = """
