@@ -173,7 +173,8 @@ def test_only_complete_checkpoints_count_as_progress(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-5.ckpt").touch()
     assert newest_step(tmp_path) == 5
     (tmp_path / "attempts").mkdir()
-    (tmp_path / "attempts" / "1.json").write_text('{"last_committed_step": 7}')  # its checkpoints are on an object store
+    # Checkpoints on an object store are known by the records.
+    (tmp_path / "attempts" / "1.json").write_text('{"last_committed_step": 7}')
     (tmp_path / "attempts" / "2.json").write_text("{torn")
     assert newest_step(tmp_path) == 7
 
