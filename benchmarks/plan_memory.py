@@ -60,6 +60,9 @@ LLAMA_1B = {"dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "ffn_di
 SHAPES = {
     "1b": Shape("llama_8b", LLAMA_1B, 128256, 4096),
     "410m": Shape("pythia_410m", {}, 50304, 2048),
+    "410m-llama": Shape(
+        "llama_8b", {"dim": 1024, "n_layers": 24, "n_heads": 16, "n_kv_heads": 16, "ffn_dim": 2752}, 50304, 2048
+    ),
     "8b4": Shape("llama_8b", {**LLAMA_8B, "n_layers": 4}, 128256, 8192),
     "8b16": Shape("llama_8b", {**LLAMA_8B, "n_layers": 16}, 128256, 8192),
     "tiny": Shape("llama_tiny", {"dim": 64, "n_layers": 5, "ffn_dim": 192}, 512, 64),
