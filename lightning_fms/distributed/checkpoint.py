@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_fms.distributed import commit
 from lightning_fms.distributed.commit import CheckpointError
+from lightning_fms.distributed.full_disk import said_of_full_disk
 from lightning_fms.distributed.objects import Objects, ObjectWriter
 from lightning_fms.local_paths import refuse_remote
 from lightning_fms.remote_path import RemotePath, place
@@ -301,7 +302,7 @@ def _write(
         with _silent_alone():
             dcp.save(dict(tensors), storage_writer=writer, process_group=group)
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{staging}: {_described(error)}") from error
+        raise CheckpointError(f"{staging}: {said_of_full_disk(error, staging)}{_described(error)}") from error
     if rank == 0:
         commit.write_synced(staging / STATE_FILE, content)
     if not isinstance(writer, ObjectWriter):

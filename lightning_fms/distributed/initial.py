@@ -58,6 +58,11 @@ def _find(path: Path) -> tuple[Path, str]:
     found = commit.resolve(path)
     if not found.exists():
         raise CheckpointError(f"{path}: nothing there; give a checkpoint, or a file or folder of safetensors")
+    if found.is_dir() and not any((found / name).exists() for name in (commit.COMMIT, commit.MANIFEST, ".metadata")):
+        raise CheckpointError(
+            f"{path}: holds neither a checkpoint nor safetensors; give the folder of one (a run has its checkpoints in "
+            "<run>/checkpoints/step-<n>.ckpt), or a file or folder of safetensors"
+        )
     return found, "committed" if found.is_dir() else "file"
 
 

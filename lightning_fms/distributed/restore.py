@@ -140,6 +140,7 @@ def load_file(
     """The same for one plain file, of `checkpoint_format='consolidated'` or of stock Lightning."""
     checkpoint.everywhere(lambda: checkpoint.check_plain_file(path) if checkpoint.rank_in() == 0 else None)
     rest = checkpoint.read_everywhere(lambda: checkpoint.load_plain_file(path, weights_only))
+    _check_kind(rest, path)
     parts = {MODEL: rest.pop("state_dict"), CURRENT: rest.pop("current_model_state", None)}
     averaged = average is not None and parts[CURRENT] is not None
     copies = []
@@ -159,6 +160,15 @@ def load_file(
     for optimizer, one in zip(optimizers, named, strict=False):
         state.load_optimizer_state(module, optimizer, _distribute(one, parameters))
     return rest, averaged
+
+
+def _check_kind(content: Mapping[str, Any], path: Path) -> None:
+    """Refuse a file of `torch.save` that Lightning did not write: there is nothing to go on from in it."""
+    if not isinstance(content.get("state_dict"), Mapping):
+        raise CheckpointError(
+            f"{path} holds no 'state_dict', so it is no checkpoint of Lightning, and nothing can go on from it. To begin a new run "
+            "with its weights: fms-train weights=<path>, or InitialWeights(path) in your Trainer"
+        )
 
 
 def _holders(module: nn.Module, average: AverageOfShards | None) -> dict[str, nn.Module]:

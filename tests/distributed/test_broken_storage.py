@@ -2,14 +2,16 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from gloo_world import run_world
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import AdamW, Optimizer
@@ -43,6 +45,26 @@ def test_a_failed_dcp_write_is_a_checkpoint_error_and_leaves_nothing(tmp_path, m
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
     with pytest.raises(CheckpointError, match=str(error).split("]")[-1].strip()):
         checkpoint.save(tmp_path / "x", {"model.w": torch.ones(3)}, {"a": 1}, step=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def tensors_to_a_full_disk(_: FileSystem, path: Path, mode: str) -> Any:
+    return open("/dev/full", mode, buffering=0) if path.suffix == ".distcp" else open(path, mode)
+
+
+def the_writers_complaint_from_another_rank(*_: Any) -> None:
+    raise RuntimeError("unexpected pos 704 vs 598")
+
+
+@pytest.mark.parametrize("kind", ["here", "on another rank"])
+def test_a_full_disk_is_named_where_the_zip_writer_complains_of_positions(tmp_path, monkeypatch, kind: str) -> None:
+    if kind == "here":
+        monkeypatch.setattr(FileSystem, "create_stream", tensors_to_a_full_disk)
+    else:
+        monkeypatch.setattr(FileSystemWriter, "write_data", the_writers_complaint_from_another_rank)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    with pytest.raises(CheckpointError, match=r"the disk is full.*free some, or keep fewer; on rank 0, "):
+        checkpoint.save(tmp_path / "x", {"model.w": torch.ones(300, 300)}, {"a": 1}, step=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -112,6 +134,13 @@ def test_a_damaged_plain_file_is_refused(tmp_path: Path, damage: Any) -> None:
     (tmp_path / "x").write_bytes(damage((tmp_path / "x").read_bytes()))
     with pytest.raises(CheckpointError, match="damaged"):
         restore.load(tmp_path / "x", model, [], True, None)
+
+
+def test_a_plain_file_that_is_no_checkpoint_is_one_error_with_what_to_do_instead(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    torch.save(model.state_dict(), tmp_path / "bare.pt")
+    with pytest.raises(CheckpointError, match=r"holds no 'state_dict', so it is no checkpoint .* weights=<path>"):
+        restore.load(tmp_path / "bare.pt", model, [], True, None)
 
 
 class Counts(nn.Module):

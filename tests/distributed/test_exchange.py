@@ -149,6 +149,7 @@ def test_exported_weights_are_rounded_once(tmp_path: Path) -> None:
         ("another width", r"is of another model; \d+ tensors differ: .*saved, .*here"),
         ("another depth", r"is of another model; 9 tensors differ: .*only in the model"),
         ("nothing", "nothing there; give a checkpoint, or a file or folder of safetensors"),
+        ("any folder", "holds neither a checkpoint nor safetensors; give the folder of one"),
     ],
 )
 def test_a_folder_that_is_not_whole_or_of_another_model_is_refused(damage: str, message: str, tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_a_folder_that_is_not_whole_or_of_another_model_is_refused(damage: str, 
     elif damage == "move a tensor":
         other = next(f for f in sorted(folder.glob("*.safetensors")) if f != victim)
         victim.write_bytes(other.read_bytes())
-    path = tmp_path / "elsewhere" if damage == "nothing" else folder
+    path = {"nothing": tmp_path / "elsewhere", "any folder": tmp_path}.get(damage, folder)
     with pytest.raises(CheckpointError, match=message) as caught:
         train("ours", False, 1, path)
     assert caught.value.__cause__ is not caught.value  # who follows the chain would never arrive
