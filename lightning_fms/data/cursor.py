@@ -19,7 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-VERSION = 5
+from lightning_fms.versions import Migration, check_version, migrate
+
+FIRST_RELEASED, VERSION = 5, 5
+MIGRATIONS: dict[int, Migration] = {}
+"""What turns a state of that version into one of the next; 1 to 4 were never in a release."""
 
 PER_SOURCE = ("epoch", "position", "tokens", "since", "window")
 COUNTERS = ("padding", "split", "cut", "skipped")
@@ -96,6 +100,18 @@ State = dict[str, Any]
 """`{"header": {...}, "streams": int64 [n], "rows": int64 [n, K]}`: plain values and tensors only."""
 
 
+def as_written_now(state: State) -> State:
+    """Return a state as this release writes it, whichever release wrote it.
+
+    Raises:
+        ValueError: If its version is newer than ours, was never released, or is missing.
+    """
+    header = state.get("header")
+    version = header.get("version") if isinstance(header, dict) else None
+    version = check_version(version, FIRST_RELEASED, VERSION, "the data state")
+    return migrate({**state, "header": dict(state["header"])}, version, VERSION, MIGRATIONS)
+
+
 def make_state(header: dict[str, Any], streams: np.ndarray, rows: np.ndarray) -> State:
     """Return a state of some or all streams that shares no memory with its arguments."""
     return {"header": dict(header), "streams": torch.from_numpy(streams.copy()), "rows": torch.from_numpy(rows.copy())}
@@ -167,17 +183,12 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Refuse a state that belongs to another run.
 
     Args:
-        saved: Header of the state.
+        saved: Header of the state, as this release writes it.
         current: Header of the run that is to go on from it.
 
     Raises:
         ValueError: With the first difference, its two values, and the way out.
     """
-    if not isinstance(saved, dict) or saved.get("version") != VERSION:
-        version = saved.get("version") if isinstance(saved, dict) else None
-        raise ValueError(
-            f"data state has version {version!r}; this release reads version {VERSION}; start anew without it"
-        )
     for key in _FIXED:
         if saved[key] != current[key]:
             raise ValueError(

@@ -20,7 +20,7 @@ from lightning_fms.data.arguments import (
     checked_caps,
     open_packing,
 )
-from lightning_fms.data.cursor import COUNTERS, VERSION, State, make_state
+from lightning_fms.data.cursor import COUNTERS, VERSION, State, as_written_now, make_state
 from lightning_fms.data.items import Items, Reader
 from lightning_fms.data.left_out import LeftOut, OnError
 from lightning_fms.data.mixture import parse, segment
@@ -158,6 +158,7 @@ class StreamLoader:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def _begin(self, state: State | None) -> None:
+        state = as_written_now(state) if state else None
         saved = state["header"] if state else None
         streams = saved["num_streams"] if saved else self._rank["batch"]
         if self._asked_streams is not None:

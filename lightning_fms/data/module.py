@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_fms.data.audit import loader_at
-from lightning_fms.data.cursor import State, merge_states
+from lightning_fms.data.cursor import State, as_written_now, merge_states
 from lightning_fms.data.feed import Feed, steps_of_one_pass
 from lightning_fms.data.items import Reader
 from lightning_fms.data.left_out import OnError
@@ -201,10 +201,11 @@ class RescalableDataModule(pl.LightningDataModule):
         """Go on behind the last trained step of a checkpoint, whatever number of ranks wrote it.
 
         Raises:
-            ValueError: If the state is of another run, or was saved after an exception on one of several ranks.
+            ValueError: If the state is of another run or a newer release, or was saved after an exception on one of several ranks.
         """
         if self.loader is None or not self._fitting:
             return  # evaluation has no position in the training data
+        state_dict = as_written_now(state_dict)
         if state_dict.get("broken") and len(state_dict["streams"]) < state_dict["header"]["num_streams"]:
             raise ValueError(
                 "the checkpoint was written after an exception, when the ranks no longer agreed on a step, so its data "

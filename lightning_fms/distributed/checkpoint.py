@@ -38,9 +38,12 @@ from lightning_fms.distributed.full_disk import said_of_full_disk
 from lightning_fms.distributed.objects import Objects, ObjectWriter
 from lightning_fms.local_paths import refuse_remote
 from lightning_fms.remote_path import RemotePath, place
+from lightning_fms.versions import Migration, migrate
 
 log = logging.getLogger(__name__)
 STATE_FILE = "state.pt"
+# What turns the content of `state.pt` of that format (`commit.FORMAT_VERSION`) into that of the next.
+STATE_MIGRATIONS: dict[int, Migration] = {}
 
 
 def save(
@@ -102,11 +105,13 @@ def load_tensors(path: Path, tensors: Mapping[str, torch.Tensor], group: dist.Pr
 
 
 def load_state(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """The part that is no tensor. With `weights_only` None or True no pickled code is executed.
+    """The part that is no tensor, as this release has it. With `weights_only` None or True no pickled code is executed.
 
     Raises CheckpointError where it holds objects that need `weights_only=False`.
     """
-    return _torch_load(commit.version_of(path) / STATE_FILE, weights_only)
+    folder = commit.version_of(path)
+    content = _torch_load(folder / STATE_FILE, weights_only)
+    return migrate(content, commit.read_header(folder)["format"], commit.FORMAT_VERSION, STATE_MIGRATIONS)
 
 
 def _torch_load(file: Path, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:

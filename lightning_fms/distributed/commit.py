@@ -31,8 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fms.remote_path import RemotePath, place
+from lightning_fms.versions import Migration, check_version, migrate
 
-FORMAT_VERSION = 1
+FIRST_RELEASED, FORMAT_VERSION = 1, 1
+# What turns a manifest of that format into one of the next; `checkpoint.STATE_MIGRATIONS` does it for the state. COMMIT itself
+# keeps its keys in all formats, so that any release can say of any checkpoint which format it has.
+MANIFEST_MIGRATIONS: dict[int, Migration] = {}
 COMMIT, MANIFEST = "COMMIT", "manifest.json"
 _SEALED = {COMMIT, MANIFEST}
 _VERSION = re.compile(r"[0-9a-f]{8}")
@@ -186,14 +190,15 @@ def verify(path: Path, names: Iterable[str] | None = None) -> dict[str, Any]:
         names: check the content of these files only (ranks share the work); presence and sizes are always checked.
 
     Raises:
-        CheckpointError: not committed, a newer format, or a file that is missing, short, foreign or changed.
+        CheckpointError: not committed, a format that is newer or was never released, or a file that is missing, short, foreign
+            or changed.
     """
     path = version_of(path)
     header = read_header(path)
     manifest = path / MANIFEST
     if not manifest.is_file() or digest(manifest) != header["manifest"]:
         raise CheckpointError(f"{path}: {MANIFEST} is missing or damaged")
-    files: dict[str, list[Any]] = json.loads(manifest.read_bytes())["files"]
+    files = _files_in(manifest.read_bytes())
     present = {entry.name for entry in path.iterdir()} - _SEALED
     if missing := sorted(set(files) - present):
         raise CheckpointError(f"{path}: missing {', '.join(missing)}")
@@ -212,12 +217,14 @@ def read_header(path: Path) -> dict[str, Any]:
     """What COMMIT says: `format`, `step`, `time_ns`, `manifest` (a checksum).
 
     Raises:
-        CheckpointError: not committed, a newer format, or a changed file.
+        CheckpointError: not committed, a format that is newer or was never released, or a changed file.
     """
     path = version_of(path)
     header = _read_json(path / COMMIT, f"{path} was never committed")
-    if header.get("format") != FORMAT_VERSION:
-        raise CheckpointError(f"{path} has format {header.get('format')}; this version reads {FORMAT_VERSION}")
+    try:
+        check_version(header.get("format"), FIRST_RELEASED, FORMAT_VERSION, str(path))
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     if header.pop("header", None) != _header_digest(header):
         raise CheckpointError(f"{path}: the content of {COMMIT} has changed since it was saved")
     return header
@@ -226,9 +233,16 @@ def read_header(path: Path) -> dict[str, Any]:
 def listed_files(path: Path) -> list[str]:
     """Names in the manifest, sorted; empty if there is no readable one."""
     try:
-        return sorted(json.loads((version_of(path) / MANIFEST).read_bytes())["files"])
-    except (OSError, ValueError):
+        return sorted(_files_in((version_of(path) / MANIFEST).read_bytes()))
+    except (OSError, ValueError, KeyError):
         return []
+
+
+def _files_in(manifest: bytes) -> dict[str, list[Any]]:
+    """`{name: [bytes, checksum]}` of a manifest of any format that can be read."""
+    content = dict(json.loads(manifest))
+    version = check_version(content.get("format"), FIRST_RELEASED, FORMAT_VERSION, MANIFEST)
+    return dict(migrate(content, version, FORMAT_VERSION, MANIFEST_MIGRATIONS)["files"])
 
 
 def committed(folder: Path) -> list[Path]:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import Phase as Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fms.data import StreamLoader, merge_states
+from lightning_fms.data import State, StreamLoader, cursor, merge_states
 from lightning_fms.data.audit import readings
 from lightning_fms.data.sources import lines
 from tests.data import corpora
@@ -159,7 +160,7 @@ def test_a_state_of_another_run_is_refused_with_the_difference(tmp_path: Path) -
     options = {"sources": {"p": folder}, "seq_len": 12, "global_batch_size": 4, "world_size": 2}
     parts = [StreamLoader(**options, rank=rank).state_dict() for rank in range(2)]
     state = merge_states(parts)
-    old = {**state, "header": {**state["header"], "version": 1}}
+    old, newer = ({**state, "header": {**state["header"], "version": version}} for version in (1, 99))
     renamed = write_jsonl(tmp_path / "q", "p", 20, files=2)
     (renamed / "p-1.jsonl").rename(renamed / "p-2.jsonl")
     for change, words in (
@@ -175,7 +176,8 @@ def test_a_state_of_another_run_is_refused_with_the_difference(tmp_path: Path) -
             "2 files of .* 2 files of .* now, of other names or sizes each; restore its files",
         ),
         ({"state": parts[0]}, "holds 2 of 4 streams: it is one rank's part; merge all ranks' with merge_states"),
-        ({"state": old}, "data state has version 1; this release reads version"),
+        ({"state": old}, "the data state has format version 1; the first released format is 5"),
+        ({"state": newer}, r"has format version 99, .* reads up to 5: a newer one wrote it. .*pip install --upgrade"),
     ):
         with pytest.raises(ValueError, match=words):
             StreamLoader(**{**options, "state": state, **change})
@@ -185,3 +187,30 @@ def test_a_state_of_another_run_is_refused_with_the_difference(tmp_path: Path) -
         ValueError, match="the states differ in seed: 0 and 1; merge states that all ranks took after the same"
     ):
         merge_states([parts[0], StreamLoader(**options, rank=1, seed=1).state_dict()])
+
+
+def test_a_state_of_the_version_before_goes_on_by_its_migration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"sources": {"p": write_jsonl(tmp_path / "p", "p", 40)}, "seq_len": 12, "global_batch_size": 4}
+    loader = StreamLoader(**options)
+    batches = (batch["input_ids"] for batch in loader)
+    next(batches)
+    state = loader.state_dict()
+    wanted = next(batches)
+    loader.close()
+    header = {key: value for key, value in state["header"].items() if key != "row"}
+    before = {**state, "header": {**header, "first_row": state["header"]["row"]}}  # as if `row` had been renamed since
+
+    def renamed(old: State) -> State:
+        old["header"]["row"] = old["header"].pop("first_row")
+        return old
+
+    monkeypatch.setattr(cursor, "VERSION", cursor.VERSION + 1)
+    monkeypatch.setattr(cursor, "MIGRATIONS", {cursor.VERSION - 1: renamed})
+    assert torch.equal(next(iter(StreamLoader(**options, state=before)))["input_ids"], wanted)
+    assert "first_row" in before["header"], "the state of the caller was changed"
+
+
+def test_every_released_version_of_the_data_state_has_a_migration() -> None:
+    assert set(cursor.MIGRATIONS) == set(range(cursor.FIRST_RELEASED, cursor.VERSION))

@@ -136,7 +136,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "torn COMMIT": (lambda p: os.truncate(p / "COMMIT", 5), "damaged"),
     "newer format": (
         lambda p: (p / "COMMIT").write_text(json.dumps({"format": 99, "step": 5, "time_ns": 0})),
-        "format 99",
+        "format version 99",
     ),
 }
 
@@ -232,3 +232,45 @@ def test_no_pickled_code_of_others_runs(tmp_path, file):
     assert not trap.exists()
     pickle.loads(evil)
     assert trap.exists(), "the trap works"
+
+
+def as_format_before(path: Path) -> None:
+    """Rewrite a checkpoint as if manifests had held one text a file, and the state `at` instead of `step`."""
+    state = checkpoint.load_state(path)
+    commit.write_synced(path / "state.pt", checkpoint.serialize({"at": state["step"]}))
+    files = {name: f"{size}:{digest}" for name, (size, digest) in commit.describe(path, os.listdir(path)).items()}
+    commit.seal(
+        path, {n: text for n, text in files.items() if n not in ("COMMIT", "manifest.json")}, step=state["step"]
+    )  # type: ignore[misc]
+
+
+def test_a_checkpoint_of_the_format_before_loads_by_its_migrations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def manifest(old: dict[str, Any]) -> dict[str, Any]:
+        split = {name: text.split(":") for name, text in old["files"].items()}
+        return {**old, "files": {name: [int(size), digest] for name, (size, digest) in split.items()}}
+
+    save(tmp_path / "x", 3)
+    as_format_before(tmp_path / "x")
+    monkeypatch.setattr(commit, "FORMAT_VERSION", commit.FORMAT_VERSION + 1)
+    save(tmp_path / "new", 4)
+    monkeypatch.setattr(commit, "MANIFEST_MIGRATIONS", {commit.FORMAT_VERSION - 1: manifest})
+    monkeypatch.setattr(checkpoint, "STATE_MIGRATIONS", {commit.FORMAT_VERSION - 1: lambda old: {"step": old["at"]}})
+    assert [load(tmp_path / name) for name in ("x", "new")] == [3, 4]
+
+
+def test_a_checkpoint_of_a_newer_format_is_one_error_with_the_version_and_the_fix(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr(commit, "FORMAT_VERSION", 7)
+        save(tmp_path / "x", 3)
+    for read in (commit.verify, commit.read_header, checkpoint.load_state):
+        with pytest.raises(CheckpointError, match=r"x has format version 7, .* reads up to 1: .*pip install --upgrade"):
+            read(tmp_path / "x")
+
+
+def test_every_released_format_has_a_migration() -> None:
+    changed = set(commit.MANIFEST_MIGRATIONS) | set(checkpoint.STATE_MIGRATIONS)
+    assert changed == set(range(commit.FIRST_RELEASED, commit.FORMAT_VERSION))
