@@ -44,7 +44,6 @@ from lightning_fms.run_folder import (
     RunRecord,
     discard,
     is_run,
-    newest_checkpoint,
     reserve,
     reserve_given,
     saved,
@@ -291,11 +290,11 @@ def closing_lines(
         *(o for o in overrides if key_of(o) not in ("resume", "paths.run", "optimizer.lr")),
         "optimizer.lr=1e-3,3e-3",
     ]
-    checkpoint = newest_checkpoint(folder)
+    kept = saved(folder)  # Not verified: that reads all of it again, and who loads it does so.
     ended = [
         f"{trainer.global_step} steps, {seconds:.0f} s{results}",
         f"  run         {folder}",
-        f"  checkpoint  {checkpoint or 'none'}",
+        f"  checkpoint  {kept[0] if kept else 'none'}",
     ]
     if JOB in os.environ:
         return ended

@@ -3,7 +3,8 @@
 A new run gets a number of its own, so it can never overwrite or mix with an older one. A run that is resumed stays in
 its folder. The folder is reserved before anything is built, because loggers and checkpoints need the path, but it
 becomes a run only with `run.yaml`, written when the first batch has been trained; if a run fails before, what it made is
-removed, and nothing else. What is no run is never resumed and never counted as one. `result.json` is added at the end.
+removed, but for a snapshot of memory, and nothing else. What is no run is never resumed and never counted as one.
+`result.json` is added at the end.
 
 A folder that the user names may be anything, a project or a home. Only one that is missing or empty is taken, and it is
 marked, so that what a killed start left there is known as ours by the restart.
@@ -33,6 +34,7 @@ RECORD = "run.yaml"
 CHECKPOINTS = "checkpoints"
 RESERVED = ".reserved"
 # What a start can have left in a folder that is not its own: checkpoints, the loggers' folders, records.
+_SNAPSHOTS = "memory"
 _LEFT = (CHECKPOINTS, "tensorboard", "csv", "lightning_logs", "config.yaml", ".config.yaml", f".{RECORD}")
 
 
@@ -115,11 +117,17 @@ def _make(folder: Path) -> list[Path]:
 
 
 def discard(reservation: Reservation) -> None:
-    """Undo a reservation in which nothing was trained: what was there before stays."""
+    """Undo a reservation in which nothing was trained: what was there before stays, and so do snapshots of memory.
+
+    A first step that runs out of memory is the one whose snapshot is wanted most.
+    """
     folder = reservation.folder
     if is_run(folder):
         return
-    if folder in reservation.made:
+    if folder in reservation.made and any((folder / _SNAPSHOTS).glob("*.pickle")):
+        for path in [path for path in folder.iterdir() if path.name != _SNAPSHOTS]:
+            _remove(path)
+    elif folder in reservation.made:
         shutil.rmtree(folder, ignore_errors=True)
     else:
         _clear(folder)
@@ -129,13 +137,17 @@ def discard(reservation: Reservation) -> None:
 
 
 def _clear(folder: Path) -> None:
-    for path in (folder / name for name in _LEFT):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    for name in _LEFT:
+        _remove(folder / name)
     if [path.name for path in folder.iterdir()] == [RESERVED]:
         (folder / RESERVED).unlink()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def newest_checkpoint(run: Path) -> Path | None:

@@ -19,7 +19,7 @@ class MemorySnapshot(L.Callback):
     """Write `<dirpath>/out-of-memory.rank-<r>.pickle` when a fit runs out of GPU memory.
 
     Args:
-        dirpath: folder of the snapshots.
+        dirpath: folder of the snapshots. `fms-train` keeps `<run>/memory` also where no step was trained.
         history: note from the start of the fit which line allocates what; slower.
 
     Attributes:

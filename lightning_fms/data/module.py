@@ -5,7 +5,7 @@ of the callbacks, and keeps one state for all ranks in the checkpoint.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_fms.data.audit import loader_at
 from lightning_fms.data.cursor import State, as_written_now, merge_states
@@ -174,8 +175,19 @@ class RescalableDataModule(pl.LightningDataModule):
         assert self._feed is not None, "Lightning calls setup first"
         return self._feed
 
-    def val_dataloader(self) -> Feed | list:
-        """Return the validation micro-batches of this rank; the same ones every time."""
+    @property
+    def val_dataloader(self) -> Callable[[], Any]:
+        """Return the validation micro-batches of this rank; the same ones every time.
+
+        Without `val_sources`, Lightning would warn of a loader that a module without `validation_step` does not use, or of a step
+        that gets no loader. Neither is a mistake, so there is a loader, with nothing in it, where the module has the step.
+        """
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        if self._val_sources is None and module is not None and not is_overridden("validation_step", module):
+            return super().val_dataloader
+        return self._val_batches
+
+    def _val_batches(self) -> Feed | list:
         return self._val_feed if self._val_feed is not None else []
 
     def teardown(self, stage: str) -> None:

@@ -2,15 +2,20 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from lightning_fms.app import closing_lines
 from lightning_fms.config_check import ConfigError
+from lightning_fms.distributed import checkpoint
 from lightning_fms.distributed.commit import CheckpointError
+from lightning_fms.launch.process_group import JOB
 from lightning_fms.run_folder import (
     RECORD,
+    RESERVED,
     attempts,
     discard,
     locate,
@@ -56,6 +61,31 @@ def test_a_folder_without_training_is_removed_with_its_empty_parents(tmp_path: P
     assert kept.is_dir()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
     assert not empty.folder.exists()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_snapshot_of_memory_outlives_a_start_without_training(given: bool, tmp_path: Path) -> None:
+    if given:
+        (tmp_path / "own").mkdir()
+    reservation = reserve_given(tmp_path / "own", resume=False) if given else reserve(tmp_path, "run")
+    for name in ("tensorboard", "memory"):
+        (reservation.folder / name).mkdir()
+    (reservation.folder / "memory" / "out-of-memory.rank-0.pickle").touch()
+    discard(reservation)
+    assert {path.name for path in reservation.folder.iterdir()} == {"memory", *([RESERVED] if given else [])}
+    assert newest_run(tmp_path, "run") is None
+    if not given:
+        assert reserve(tmp_path, "run").folder.name == "002"
+
+
+def test_the_last_lines_of_a_run_name_its_checkpoint_without_reading_it_again(tmp_path: Path, monkeypatch) -> None:
+    run = make_run(tmp_path, "a", "2026-01-01")
+    checkpoint.save(run / "checkpoints" / "step-3.ckpt", {"model.w": torch.ones(3)}, {}, step=3)
+    (run / "checkpoints" / "step-3.ckpt" / "state.pt").write_bytes(b"changed")  # who reads it passes it over
+    monkeypatch.setenv(JOB, "0")
+    trainer = SimpleNamespace(callback_metrics={}, global_step=3)
+    lines = closing_lines(trainer, OmegaConf.create(), [], run, 1.0)  # type: ignore[arg-type]
+    assert lines[-1] == f"  checkpoint  {run / 'checkpoints' / 'step-3.ckpt'}"
 
 
 def test_the_newest_run_with_a_checkpoint_is_found_by_name_or_among_all(tmp_path: Path) -> None:

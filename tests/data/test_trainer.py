@@ -7,6 +7,7 @@ import inspect
 import multiprocessing
 import os
 import signal
+import warnings
 from functools import partial
 
 import lightning.pytorch as pl
@@ -279,6 +280,27 @@ def test_validation_of_a_checkpoint_leaves_the_training_position_alone(data, tmp
     (result,) = trainer.validate(Bigram(), module, ckpt_path=save, verbose=False)
     assert 0 < result["val_loss"] < 6
     assert module.loader is None
+
+
+class WithoutValidation(Bigram):
+    """A module that does not validate, as Lightning knows it."""
+
+    validation_step = pl.LightningModule.validation_step
+
+
+@pytest.mark.parametrize("module", [Bigram, WithoutValidation])
+@pytest.mark.parametrize("validates", [True, False])
+def test_lightning_warns_of_validation_only_where_something_is_amiss(data, module, validates):
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = pl.Trainer(max_steps=1, accelerator="cpu", **quiet)
+    sources = data["val_sources"] if validates else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module(), RescalableDataModule(**{**data, "val_sources": sources}))
+    said = [str(warning.message) for warning in caught if "validation_step" in str(warning.message)]
+    amiss = validates and module is WithoutValidation
+    assert len(said) == amiss
+    assert not amiss or "You passed in a `val_dataloader` but have no `validation_step`" in said[0]
 
 
 def test_without_a_trainer_the_data_module_serves_the_rank_it_is_given(data):
