@@ -4,8 +4,10 @@
 and how to give it, what would have no effect, what two settings mean together. A mistake costs seconds and leaves nothing behind.
 """
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ def check(cfg: DictConfig) -> None:
     first = {group: plain[group] for group in ("trainer", "data", "optimizer", "scheduler") if group in plain}
     check_targets({**first, **plain}, supplied={VOCAB, *_filled_in(plain)})
     _check_supplied(cfg)
+    _check_unread(cfg)
     _check_lists(plain)
     if cfg.get("weights") and cfg.resume not in (None, "auto"):
         raise ConfigError(
@@ -79,6 +82,33 @@ def _check_supplied(cfg: DictConfig) -> None:
     for key, instead in SUPPLIED.items():
         if key in cfg.trainer:
             raise ConfigError(f"trainer.{key} would have no effect: give {instead}")
+
+
+def _check_unread(cfg: DictConfig) -> None:
+    """Keys beside those of our own config: only what another value refers to is read by anyone.
+
+    An app that has a config of its own may read from it what it likes.
+    """
+    if not HydraConfig.initialized() or not _is_of_ours(HydraConfig.get()):
+        return
+    ours = OmegaConf.load(str(files("lightning_fms.conf").joinpath("train.yaml")))
+    known = {str(key) for key in ours} | {
+        str(key) for entry in ours.defaults if OmegaConf.is_dict(entry) for key in entry
+    }
+    text = OmegaConf.to_yaml(cfg)
+    for key in map(str, cfg):
+        if key not in known and not re.search(rf"\$\{{{re.escape(key)}[.\[}}]", text):
+            near = difflib.get_close_matches(key, known, n=1)
+            meant = f"did you mean {near[0]}?" if near else f"leave it out, or refer to it by ${{{key}}}."
+            raise ConfigError(
+                f"{key}={shown(OmegaConf.select(cfg, key))}: nothing reads this key, so it would do nothing; {meant} One more "
+                "logger or callback goes into its group: +logger.<name>._target_=<class>"
+            )
+
+
+def _is_of_ours(hydra: Any) -> bool:
+    main = [source.path for source in hydra.runtime.config_sources if source.provider == "main"]
+    return hydra.job.config_name == "train" and main == ["lightning_fms.conf"]
 
 
 def _check_lists(plain: Mapping[Any, Any]) -> None:
@@ -159,6 +189,11 @@ def _check_numbers(cfg: DictConfig) -> None:
             f"trainer.max_steps={trainer.max_steps}: give the number of optimizer steps, "
             "or -1 with +trainer.max_epochs=<n> and +data.steps_per_epoch=<n>"
         )
+    for key in ("limit_train_batches", "max_epochs"):
+        if trainer.get(key) == 0:
+            raise ConfigError(
+                f"trainer.{key}=0: would train nothing; leave it out, and end a run by trainer.max_steps=<n>"
+            )
     if (trainer.get("log_every_n_steps") or 0) < 0:
         raise ConfigError(
             f"trainer.log_every_n_steps={trainer.log_every_n_steps}: give a number of steps, or 0 to log nothing"

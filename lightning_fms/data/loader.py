@@ -33,6 +33,8 @@ from lightning_fms.data.tokenizer import open_tokenizer
 from lightning_fms.data.whole_numbers import check_positive, check_whole
 from lightning_fms.data.workers import Step, steps
 
+LONGEST_ROW = 2**24
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -55,7 +57,7 @@ class StreamLoader:
     Args:
         sources: `{name: path, glob, folder or list}`, or `{name: {"path": ..., "weight": ..., "text_key": ..., "split": ...}}`;
             a path may also be an object that implements `Source`.
-        seq_len: T, tokens of a row; `None` where `packing` is `"none"`.
+        seq_len: T, tokens of a row, 2^24 at most; `None` where `packing` is `"none"`.
         global_batch_size: B, rows of a global batch over all ranks; may change at resume.
         micro_batch_size: Most rows that fit on a device at once; `None` takes all rows of the rank.
         tokenizer: `"bytes"`, a path to a `tokenizers` JSON file or folder, or an object that implements `Tokenizer`.
@@ -117,6 +119,11 @@ class StreamLoader:
         state: State | None = None,
     ) -> None:
         check_positive(seq_len=seq_len, max_document_tokens=max_document_tokens)
+        if seq_len is not None and seq_len > LONGEST_ROW:
+            raise ValueError(
+                f"{seq_len=}: rows have {LONGEST_ROW:,} tokens at most; a longer one takes minutes to read. Give the number of "
+                "tokens that the model sees at once, e.g. 4096"
+            )
         check_shuffle_window(shuffle_window)
         self._left_out = LeftOut(on_error, quarantine, rank)
         of_tokens = {"bos": bos, "mask_first": mask_first, "max_document_tokens": max_document_tokens}

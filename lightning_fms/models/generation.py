@@ -46,12 +46,14 @@ def generate(
         device: where `forward` wants its input.
 
     Raises:
-        ValueError: for an empty prompt, a context below 2, or a negative temperature.
+        ValueError: for an empty prompt, a context below 2, fewer than 1 new token, or a negative temperature.
     """
     if not len(prompt):
         raise ValueError(f"{prompt=}: generation needs at least one token to start from")
     if context < 2:
         raise ValueError(f"{context=}: must be at least 2, one token to read and one to write")
+    if max_new_tokens < 1:
+        raise ValueError(f"{max_new_tokens=}: must be at least 1")
     if temperature < 0:
         raise ValueError(f"{temperature=}: must be 0 (greedy) or above")
     generator = torch.Generator().manual_seed(seed)

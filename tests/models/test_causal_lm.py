@@ -103,7 +103,12 @@ def test_draws_depend_on_the_seed_alone_and_follow_the_temperature() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"prompt": []}, "prompt"), ({"context": 1}, "context=1"), ({"temperature": -1.0}, "temperature=-1")],
+    [
+        ({"prompt": []}, "prompt"),
+        ({"context": 1}, "context=1"),
+        ({"temperature": -1.0}, "temperature=-1"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+    ],
 )
 def test_generation_refuses_what_it_cannot_do(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
