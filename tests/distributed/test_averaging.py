@@ -25,10 +25,17 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:You're using the WeightAveraging callback, but loading a checkpoint outside",
 )
 SIZES = (1, 2, 3)
-STEPS, SAVED_AT = 6, 3
+STEPS, VALIDATED_AT, SAVED_AT = 4, 3, 2
 
 
-class Counting(Tiny):
+class OneBlock(Tiny):
+    """Each block costs time in every run here, and shows nothing that the first does not."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(n_layers=1, **options)
+
+
+class Counting(OneBlock):
     """Tied weights, a buffer that each step moves, dropout, and a name that no parameter has everywhere."""
 
     def __init__(self) -> None:
@@ -66,15 +73,15 @@ class SaveInBackground(SaveAt):
 
 
 def averaged(path: Path | None = None, background: bool = False, **options: Any) -> Run:
-    """Six steps with a validation after each second one; the recorder behind the average sees the end weights."""
+    """Four steps, and a validation before the last one; the recorder behind the average sees the end weights."""
     saver = [] if path is None else [(SaveInBackground if background else SaveAt)(path)]
     callbacks = [EMAWeightAveraging(decay=0.7, update_starting_at_step=1), *saver]
     strategy = options.pop("strategy", None)
     return fit(
-        options.pop("make", Tiny),
+        options.pop("make", OneBlock),
         callbacks=callbacks,
         max_steps=STEPS,
-        val_check_interval=2,
+        val_check_interval=VALIDATED_AT,
         strategy=strategy,
         **options,
     )
@@ -98,8 +105,8 @@ def on_tensor_ranks(folder: Path) -> Run:
             SaveAt(folder / "tensor"),
         ]
         strategy = FSDPCompileStrategy(tensor=2, tensor_plan=plan)
-        t = trainer(recorder, strategy, callbacks=callbacks, max_steps=steps, val_check_interval=2)
-        t.fit(Tiny(), *rows, ckpt_path=path)
+        t = trainer(recorder, strategy, callbacks=callbacks, max_steps=steps, val_check_interval=VALIDATED_AT)
+        t.fit(OneBlock(), *rows, ckpt_path=path)
     return recorder.run
 
 
@@ -175,24 +182,24 @@ def test_a_resume_on_as_many_ranks_is_the_uninterrupted_run_to_the_bit(worlds: d
 def test_whoever_reads_weights_gets_the_average(worlds: dict[str, Any], tmp_path: Path) -> None:
     path = worlds["folder"] / "3"
     module, stopped = (
-        Tiny(),
-        fit(callbacks=[EMAWeightAveraging(decay=0.7, update_starting_at_step=1)], max_steps=SAVED_AT),
+        OneBlock(),
+        fit(OneBlock, callbacks=[EMAWeightAveraging(decay=0.7, update_starting_at_step=1)], max_steps=SAVED_AT),
     )
     trainer().validate(module, Rows(2, seed=1), ckpt_path=path, verbose=False)
     torch.testing.assert_close(whole_weights(module), stopped.weights, rtol=0, atol=1e-6)
     export(path, tmp_path / "out")
     torch.testing.assert_close(load_file(tmp_path / "out" / "model.safetensors"), stopped.weights, rtol=0, atol=1e-6)
-    assert contents(path)["averaged"] == 2
+    assert contents(path)["averaged"] == SAVED_AT - 1
 
 
 def test_a_run_without_an_average_goes_on_with_one(tmp_path: Path) -> None:
-    fit(save=tmp_path / "x", max_steps=1)
+    fit(OneBlock, save=tmp_path / "x", max_steps=1)
     with pytest.warns(UserWarning, match="not created with WeightAveraging"):
         run = averaged(ckpt_path=tmp_path / "x")
     assert len(run.losses) == STEPS - 1
 
 
-class Late(Tiny):
+class Late(OneBlock):
     """Built on no device, which Lightning's callback alone cannot copy."""
 
     def __init__(self) -> None:
