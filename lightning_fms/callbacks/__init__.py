@@ -4,6 +4,7 @@ from lightning_fms.callbacks.bad_steps import BadSteps
 from lightning_fms.callbacks.checkpoint import StepCheckpoint
 from lightning_fms.callbacks.data_mix import DataMix
 from lightning_fms.callbacks.data_trail import DataTrail
+from lightning_fms.callbacks.fp8_amax import FP8Amax
 from lightning_fms.callbacks.goodput import GoodputLog
 from lightning_fms.callbacks.grad_norm import GradNorm
 from lightning_fms.callbacks.hang_watchdog import HangWatchdog
@@ -25,6 +26,7 @@ __all__ = [
     "BadSteps",
     "DataMix",
     "DataTrail",
+    "FP8Amax",
     "GoodputLog",
     "GradNorm",
     "HangWatchdog",

@@ -31,6 +31,7 @@ _CHARTS: dict[str, dict[str, list[str]]] = {
         "goodput: share of the time that counts": ["^goodput$"],
         "communication not hidden behind compute": ["^exposed_"],
     },
+    "FP8": {"largest weight, by layers": ["^fp8/weight_amax/"]},
     "Memory": {"GiB, the fullest rank": ["^memory_gib$", "^memory_reserved_gib$"]},
     "Data": {
         "share of tokens": ["^data/.+/share$"],
@@ -40,15 +41,18 @@ _CHARTS: dict[str, dict[str, list[str]]] = {
 }
 
 
-def layout(sources: Collection[str], with_mfu: bool) -> Layout:
+def layout(sources: Collection[str], with_mfu: bool, with_fp8: bool = False) -> Layout:
     """Charts by category, in the form that `SummaryWriter.add_custom_scalars` takes.
 
     Args:
         sources: of the data; each gets a chart of its own.
         with_mfu: whether there is one.
+        with_fp8: whether there are layers in FP8.
     """
     charts: Layout = {}
     for category, by_name in _CHARTS.items():
+        if category == "FP8" and not with_fp8:
+            continue
         charts[category] = {name: ["Multiline", tags] for name, tags in by_name.items() if with_mfu or name != "MFU"}
     for source in sources:
         tag = f"^data/{re.escape(source)}/"
@@ -81,7 +85,8 @@ class TensorBoardLayout(L.Callback):
         self._written = True
         shares = (re.fullmatch("data/(.+)/share", name) for name in trainer.callback_metrics)
         sources = [found[1] for found in shares if found]
-        charts = layout(sources, with_mfu=peak_of(trainer.strategy.root_device) is not None)
+        with_fp8 = any(name.startswith("fp8/") for name in trainer.callback_metrics)
+        charts = layout(sources, peak_of(trainer.strategy.root_device) is not None, with_fp8)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_custom_scalars(charts)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
+from lightning_fms.callbacks import FP8Amax, fp8_amax
 from lightning_fms.distributed.strategy import FSDPCompileStrategy
 from lightning_fms.precision import FP8Precision
 from lightning_fms.precision.float8 import convert, float8_config, precompute_scales
@@ -130,7 +131,10 @@ def ours(
     """A fit under the suite's strategy: losses, and the weights that it ended with."""
     torch.manual_seed(0)
     strategy = FSDPCompileStrategy(compile=compile, compile_options={"backend": "aot_eager"}, compile_strict=True)
-    run, losses = trainer(fp8=fp8, devices=devices, strategy=strategy, use_distributed_sampler=False)
+    run, losses = trainer(
+        fp8=fp8, devices=devices, strategy=strategy, use_distributed_sampler=False, log_every_n_steps=1
+    )
+    run.callbacks.append(FP8Amax())  # type: ignore[attr-defined]
     with torch.device("meta" if meta else "cpu"):
         module = causal_lm()
     run.fit(module, rows(devices))
@@ -143,6 +147,7 @@ def ours(
         "dtypes": losses.dtypes,
         "weights": weights,
         "report": fp8.report if fp8 else [],
+        "amax": {n: float(v) for n, v in run.callback_metrics.items() if n.startswith(fp8_amax.TAG)},
     }
 
 
@@ -180,7 +185,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     folder.mkdir(exist_ok=True)
     with FileLock(folder / "lock"):
         if not (folder / "done").exists():
-            run_world(all_scenarios, WORLD, folder, start="forkserver")
+            run_world(all_scenarios, WORLD, folder)
             (folder / "done").touch()
     return folder
 
@@ -188,6 +193,17 @@ def launch(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 @pytest.fixture(scope="module")
 def results(launch: Path) -> list[dict[str, Any]]:
     return [torch.load(launch / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("scenario", ["ours_fp8", "ours_fused", "ours_gathered"])
+def test_shards_have_the_largest_weight_of_all_ranks(results: list[dict[str, Any]], scenario: str) -> None:
+    for found in (result[scenario] for result in results):
+        whole: dict[str, float] = {}
+        for name, weight in found["weights"].items():
+            family = fp8_amax.TAG + fp8_amax.family_of(name).removesuffix(".weight")
+            whole[family] = max(whole.get(family, 0.0), weight.abs().max().item())
+        assert len(found["amax"]) == 7
+        assert found["amax"] == pytest.approx({family: whole[family] for family in found["amax"]})
 
 
 def test_fp8_all_gather_trains_like_bf16(results: list[dict[str, Any]]) -> None:
