@@ -5,9 +5,11 @@ So one number, the number of blocks, sets all of them, as `--depth` does in nano
 
 - width: 64 a block, rounded up to whole heads of 128 features, which attention kernels like best;
 - tokens to train on: 20 a parameter without embeddings (Chinchilla, arXiv:2203.15556);
-- learning rate and tokens a step: what DeepSeek LLM fitted (arXiv:2401.02954, equation 1) for AdamW with betas 0.9 and 0.95,
-  decay 0.1 and clipping at 1, from the operations C = 6 N D of the whole run: 0.3118 C^-0.125 and 0.292 C^0.3271. The fit was made
-  from 1e17 to 2e19 operations, which are depths of 8 to 20; what it says for others is extrapolated.
+- learning rate and tokens a step: what DeepSeek LLM fitted (arXiv:2401.02954, section 3.1, equation 1) for AdamW with betas 0.9 and
+  0.95, decay 0.1 and clipping at 1, from the operations C of the whole run: 0.3118 C^-0.1250, and 0.2920 C^0.3271 tokens. The
+  constants agree with quotations of the equation by others; the paper itself was not at hand. The fit was made from 1e17 to 2e19
+  operations, which are depths of 8 to 20; what it says for others is extrapolated. Two things differ: their C counts attention,
+  ours is 6 N D; their rate falls in steps, ours along a cosine. They found a broad optimum, so both are starting points.
 
 Plain arithmetic: the configs ask for it through the resolver `of_depth` (see `conf/__init__.py`), so any value given by hand wins.
 """

@@ -33,7 +33,7 @@ def peak_bytes(device: torch.device) -> dict[str, int]:
 
 
 class Memory(L.Callback):
-    """Log `memory_gib` and, on an accelerator, `memory_reserved_gib`: peaks since the last log, worst rank."""
+    """Log `memory_gib` and, on an accelerator, `memory_reserved_gib`, in GiB (2^30 bytes): peaks since the last log, worst rank."""
 
     def __init__(self) -> None:
         self._clock = StepClock()

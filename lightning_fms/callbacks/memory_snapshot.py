@@ -24,6 +24,9 @@ class MemorySnapshot(L.Callback):
 
     Attributes:
         written: the file, `None` before.
+
+    Raises:
+        ValueError: for an address of an object store: a snapshot is written to a file system.
     """
 
     def __init__(self, dirpath: str | Path, history: bool = False) -> None:

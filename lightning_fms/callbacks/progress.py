@@ -78,6 +78,9 @@ class Progress(ProgressBar):
         every_n_steps: optimizer steps between two lines that stay. 20: seldom enough that reading the loss costs
             nothing, often enough to watch.
         stream: where to write. `None` = standard output.
+
+    Raises:
+        ValueError: for a number of steps below 1.
     """
 
     def __init__(self, every_n_steps: int = 20, stream: TextIO | None = None) -> None:

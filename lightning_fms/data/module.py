@@ -37,7 +37,7 @@ class RescalableDataModule(pl.LightningDataModule):
 
     Args:
         sources: Training sources; see `StreamLoader`, which takes the further `loader_options`.
-        seq_len: T, tokens of a row; `None` where `packing` is `"none"`.
+        seq_len: T, tokens of a row, 2^24 at most; `None` where `packing` is `"none"`.
         global_batch_size: B, rows of a step over all ranks and micro-batches.
         micro_batch_size: Most rows that fit on a device at once; `None` takes all rows of a rank. The trainer's
             `accumulate_grad_batches` follows from it.

@@ -63,7 +63,7 @@ class TextEncoder(nn.Module):
     Args:
         vocab_size: V; the last id stands for a masked token, see `MaskedLM`.
         dim, n_layers, n_heads, ffn_dim: D, number of blocks, H, F.
-        max_tokens: of a row; positions are learned.
+        max_tokens: of a row, 512 as in BERT; positions are learned, so a longer row is refused (ValueError).
 
     Raises:
         ValueError: for a size that is not positive, or heads that do not divide.
@@ -98,7 +98,7 @@ class ViT(nn.Module):
     Args:
         classes: C.
         dim, n_layers, n_heads, ffn_dim: as in `TextEncoder`.
-        image_size: pixels of a side.
+        image_size: pixels of a side; 224 and 16 as in ViT-L/16.
         patch_size: P, a divisor of it; each P x P patch is a token.
 
     Raises:

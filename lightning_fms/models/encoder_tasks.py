@@ -24,8 +24,11 @@ class MaskedLM(CausalLM):
     Args:
         net: maps `input_ids`, int64 [B, T], to logits [B, T, V].
         optimizer, scheduler: as in `CausalLM`.
-        share: of the tokens that are predicted.
+        share: of the tokens that are predicted, above 0 and at most 1; 0.15 as in BERT.
         mask_id: stands for a masked token; None is the last id of the vocabulary.
+
+    Raises:
+        ValueError: for another share.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class ImageClassifier(CausalLM):
     Batches are `{"image": float [B, 3, S, S], "label": int64 [B]}`.
 
     Args:
-        net: maps images to logits [B, C]; its `image_size` is S.
+        net: maps images to logits [B, C]; its `image_size` is S, in pixels.
         optimizer, scheduler: as in `CausalLM`.
     """
 
