@@ -7,7 +7,8 @@ the compiler, which solves for the cheapest recomputation that keeps a share of 
 
 The block's `forward` is wrapped in place, so that parameter names stay what the user wrote. Applied before compilation: the
 compiler then sees the recomputation (`compile(checkpoint(block))`), while the reverse would hide the block's operations from
-it (pytorch/pytorch#161889).
+it (pytorch/pytorch#161889). The reverse it is all the same where an older compiler would keep what is to be recomputed, see
+`kept_by_the_compiler`.
 """
 
 import functools
@@ -35,7 +36,11 @@ COMPUTE = (
 
 
 def checkpoint_blocks(
-    blocks: Mapping[str, nn.Module], mode: str = "none", every: int = 2, save_ops: Sequence[str] | str | None = None
+    blocks: Mapping[str, nn.Module],
+    mode: str = "none",
+    every: int = 2,
+    save_ops: Sequence[str] | str | None = None,
+    where: Callable[[nn.Module], bool] = lambda block: True,
 ) -> list[str]:
     """Wrap the `forward` of the chosen blocks in place; returns their names.
 
@@ -45,18 +50,29 @@ def checkpoint_blocks(
             block if `save_ops` are given.
         every: distance of recomputed blocks under `selective`.
         save_ops: operators whose outputs are kept under `selective`, as `aten.mm` or `library.name`; 'compute' is `COMPUTE`.
+        where: of the chosen blocks, those for which this holds.
 
     Raises:
         ValueError: an unknown mode or operator, or `every` < 2.
     """
     check_mode(mode, every, save_ops)
     step = {"none": 0, "budget": 0, "full": 1, "selective": 1 if save_ops else every}[mode]
-    chosen = [name for i, name in enumerate(blocks) if step and i % step == 0]
+    chosen = [name for i, name in enumerate(blocks) if step and i % step == 0 and where(blocks[name])]
     context = functools.partial(create_selective_checkpoint_contexts, _overloads(save_ops)) if save_ops else None
     for name in chosen:
         block = blocks[name]
         block.forward = _recomputed(block.forward, context)
     return chosen
+
+
+def kept_by_the_compiler(block: nn.Module) -> bool:
+    """Whether the compiler would keep what parts of `block` save for backward, although it is told to recompute the block.
+
+    Before torch 2.14 it did so for what an `autograd.Function` saves; a part that computes by one says `computes_by_function`.
+    Such a block is recomputed as a whole, outside of what is compiled.
+    """
+    older = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14)
+    return older and any(getattr(part, "computes_by_function", False) for part in block.modules())
 
 
 def check_mode(mode: str, every: int = 2, save_ops: Sequence[str] | str | None = None, budget: float = 0.5) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fms.distributed import activation
+from lightning_fms.distributed.activation import kept_by_the_compiler
 from lightning_fms.distributed.blocks import find_blocks
 from lightning_fms.distributed.compile import compile_blocks
 from lightning_fms.distributed.master import MasterWeights
@@ -118,10 +119,16 @@ def place(
     placed = Placed(SetupReport(blocks=list(blocks)))
     before = {m: m.__dict__.get("forward") for m in module.modules()}
     report = placed.report
-    report.recomputed = activation.checkpoint_blocks(
-        blocks, settings.activation_checkpointing, settings.checkpoint_every, settings.save_ops
-    )
     compiles = settings.compile is True or (settings.compile == "auto" and device.type == "cuda")
+    recompute = partial(
+        activation.checkpoint_blocks,
+        blocks,
+        settings.activation_checkpointing,
+        settings.checkpoint_every,
+        settings.save_ops,
+    )
+    apart = {block for block in blocks.values() if compiles and not settings.save_ops and kept_by_the_compiler(block)}
+    report.recomputed = recompute(where=lambda block: block not in apart)
     if settings.activation_checkpointing == "budget" and not compiles:
         raise ValueError(
             f"activation_checkpointing='budget' is the compiler's choice, and compile={settings.compile!r} runs none "
@@ -129,6 +136,7 @@ def place(
         )
     if compiles:
         report.compiled = compile_blocks(blocks, settings.compile_options, settings.compile_strict, report.notes.append)
+        report.recomputed += recompute(where=lambda block: block in apart)
     if settings.activation_offload:  # outside of the compiled block: moved is what the compiler saves
         report.notes.append(
             f"activations moved to the host: {len(offload_blocks(blocks, device)[1])} of {len(blocks)} blocks"

@@ -25,8 +25,12 @@ from lightning_fms.precision.selection import Decision
 
 
 class FusedLayer(nn.Module):
-    """What the converted classes share."""
+    """What the converted classes share.
 
+    computes_by_function: their GEMMs are in an `autograd.Function`, see `distributed.activation`.
+    """
+
+    computes_by_function = True
     plain_class: type[nn.Module]
     _fused_emulate: bool
     _fused_fast: bool

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -15,12 +16,15 @@ from fp8_runs import THIRD_PARTY_WARNINGS, Counting, causal_lm, plugin, trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from lightning_fms.distributed import FSDPCompileStrategy
+from lightning_fms.distributed.place import Settings, place
 from lightning_fms.gated_mlp import GatedMLP, find_gated_mlp
+from lightning_fms.models import Llama
 from lightning_fms.precision import fused
 from lightning_fms.precision.fused import FusedGatedMLP, FusedWeights
 from lightning_fms.precision.quantize_rows import quantize_rows
@@ -225,6 +229,44 @@ def test_recomputed_activations_give_the_same_run(mode: str) -> None:
         run.fit(causal_lm(), DataLoader(Counting(), batch_size=4))
         curves.append(losses.losses)
     assert curves[0] == curves[1]
+
+
+def kept_bytes(recipe: str | None, mode: str) -> int:
+    """What a compiled block keeps for its backward, without its weights."""
+    torch._dynamo.reset()
+    net = Llama(64, 64, 2, 4, ffn_dim=192).bfloat16()
+    if recipe is not None:
+        to_fused(net)
+    options = {"backend": "aot_eager_decomp_partition"}
+    how = Settings(compile=True, compile_strict=True, compile_options=options, activation_checkpointing=mode)
+    placed = place(net, how, None, torch.device("cpu"), 0, MixedPrecisionPolicy(), False)
+    assert len(placed.report.recomputed) == (0 if mode == "none" else 2)
+    seen = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    kept = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        storage = tensor.untyped_storage()
+        kept += 0 if storage.data_ptr() in seen else storage.nbytes()
+        seen.add(storage.data_ptr())
+        return tensor
+
+    block, own = net.layers[1], net.layers[1].forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return own(*args, **kwargs)
+
+    block.forward = counted
+    net(torch.arange(256)[None] % 64).float().sum().backward()
+    return kept
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_recomputing_a_compiled_block_frees_what_fp8_would_keep() -> None:
+    recomputed = kept_bytes(None, "full")
+    assert kept_bytes("fused", "none") > 5 * recomputed
+    assert kept_bytes("fused", "full") <= 1.1 * recomputed
 
 
 def test_operations_are_registered_rightly() -> None:
