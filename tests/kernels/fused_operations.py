@@ -21,6 +21,16 @@ def half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x * cos + torch.cat((-second, first), dim=-1) * sin, rest), dim=-1)
 
 
+def full_tables(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """As in transformers, whose tables have a column for each feature."""
+    x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    if interleaved:
+        turned = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        turned = torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+    return torch.cat((x * cos[:, :, None] + turned * sin[:, :, None], rest), dim=-1)
+
+
 def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As in Llama's own code, with complex numbers."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -43,6 +53,8 @@ OPERATIONS: dict[str, Function] = {
     "half-split": rotary,
     "interleaved, partial": partial(rotary, interleaved=True),
     "half-split, partial, transposed": rotary,
+    "half-split, partial, full tables": partial(rotary, full=True),
+    "interleaved, full tables": partial(rotary, interleaved=True, full=True),
     "layer norm": layer_norm,
     "layer norm without a bias": layer_norm,
     "layer norm without parameters": layer_norm,
@@ -52,6 +64,8 @@ EAGER: dict[str, Function] = {
     "half-split": half_split,
     "interleaved, partial": interleaved,
     "half-split, partial, transposed": half_split,
+    "half-split, partial, full tables": full_tables,
+    "interleaved, full tables": partial(full_tables, interleaved=True),
     **{
         f"layer norm{kind}": lambda x, *parameters: F.layer_norm(x, x.shape[-1:], *parameters)
         for kind in ("", " without a bias", " without parameters")
@@ -72,7 +86,7 @@ def inputs(name: str, dtype: torch.dtype) -> list[Tensor]:
         sizes = {"layer norm": 2, "layer norm without a bias": 1, "layer norm without parameters": 0}
         parameters = [random(33).requires_grad_() for _ in range(sizes[name])]
         return [(3 + 2 * random(4, 5, 40))[..., 7:].detach().requires_grad_(), *parameters]
-    pairs, x = 5, random(2, 7, 3, 10 if name == "half-split" else 13)
+    pairs, x = 10 if "full" in name else 5, random(2, 7, 3, 13 if "partial" in name else 10)
     angles = torch.rand(1 if "partial" in name else 2, 7, pairs, generator=generator) * 6
     x = x.transpose(1, 2).contiguous().transpose(1, 2) if "transposed" in name else x
     return [x.requires_grad_(), angles.cos().to(dtype), angles.sin().to(dtype)]

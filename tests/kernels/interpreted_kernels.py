@@ -14,7 +14,14 @@ from torch import Tensor
 from lightning_fms import triton_backend
 from lightning_fms.kernels import TritonKernels, cross_entropy_rows, linear_cross_entropy, matmul, rms_norm
 from lightning_fms.kernels.linear import linear
-from lightning_fms.kernels.verify import verify_linear_cross_entropy, verify_rms_norm
+from lightning_fms.kernels.verify import (
+    verify_gated_product,
+    verify_layer_norm,
+    verify_linear_cross_entropy,
+    verify_matmul,
+    verify_rms_norm,
+    verify_rotary,
+)
 from lightning_fms.models import Llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # in opcheck
@@ -243,8 +250,10 @@ def test_opcheck() -> None:
 
 def test_self_tests_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy_rows, "ROW_BLOCK", 1024)
-    verify_linear_cross_entropy(torch.device("cpu"), "triton")
-    verify_rms_norm(torch.device("cpu"), "triton")
+    cpu = torch.device("cpu")
+    for check in (verify_linear_cross_entropy, verify_rms_norm, verify_gated_product, verify_layer_norm, verify_rotary):
+        check(cpu, "triton")
+    verify_matmul(cpu)
 
 
 def test_self_test_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

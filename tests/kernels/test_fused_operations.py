@@ -87,7 +87,7 @@ def test_opcheck() -> None:
     x, weight = torch.randn(5, 12, requires_grad=True), torch.randn(12, requires_grad=True)
     torch.library.opcheck(torch.ops.lightning_fms.layer_norm, (x, weight, None, 1e-5, "reference"))
     heads, table = torch.randn(2, 3, 4, 10, requires_grad=True), torch.rand(1, 3, 4)
-    torch.library.opcheck(torch.ops.lightning_fms.rotary, (heads, table, table, True, False, "reference"))
+    torch.library.opcheck(torch.ops.lightning_fms.rotary, (heads, table, table, True, False, False, "reference"))
 
 
 def test_gelu_of_both_kinds_is_pytorchs() -> None:
