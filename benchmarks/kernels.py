@@ -377,23 +377,22 @@ def correctness() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="correctness and one row each")
-    tables = {"loss": linear_cross_entropy_table, "norm": rms_norm_table, "gemm": matmul_table}
-    tables["fused"] = functools.partial(fused_table, median_ms)
+    fused = functools.partial(fused_table, median_ms)
+    tables = {"loss": linear_cross_entropy_table, "norm": rms_norm_table, "gemm": matmul_table, "fused": fused}
     parser.add_argument("--only", choices=tables, help="one table, without correctness")
     arguments = parser.parse_args()
-    quick = arguments.quick
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
     import triton  # noqa: PLC0415 (a machine without a GPU may not have it)
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, Liger {LIGER}")
     if arguments.only:
-        tables[arguments.only](quick)
+        tables[arguments.only](arguments.quick)
         return
     correctness()
     for table in tables.values():
-        table(quick)
-    if not quick:
+        table(arguments.quick)
+    if not arguments.quick:
         rows_kernel_table()
         weight_gradient_errors()
         long_input()
