@@ -235,6 +235,7 @@ def test_second_fit_of_the_same_trainer_goes_on(data, reference):
         ({}, {"overfit_batches": 1}, "overfit_batches=1"),
         ({"val_sources": {"c": "/no/such/folder"}}, {}, "val_sources: source 'c'"),
         ({"num_streams": 0}, {}, "num_streams"),
+        ({"seq_len": 10**9}, {}, "seq_len=1000000000: rows have 16,777,216 tokens at most"),
         ({"loss_weight": "words"}, {}, "loss_weight"),
         ({"val_steps": 0}, {}, "val_steps=0"),
     ],
