@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from lightning_fms.command_line import with_size
+from lightning_fms.command_line import with_own_sources, with_size
 from lightning_fms.launch.words import flags_in, overrides_in
 from lightning_fms.override_hints import explain
 from lightning_fms.train import CONFIG_PATH, VERSION_BASE, one_line, report
@@ -34,7 +34,7 @@ def main() -> None:
     """The console script."""
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        words = with_size(sys.argv[1:])
+        words = with_size(with_own_sources(sys.argv[1:]))
         sys.argv[1:] = [*flags_in(words), *overrides_in(words)]
         task()
     except HydraException as error:

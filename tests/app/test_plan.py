@@ -96,6 +96,17 @@ def test_a_mistake_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_source_of_ones_own_is_planned_as_it_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # What is refused is refused behind the sources.
+    assert planned(monkeypatch, "data.sources.mine=jl/*.jsonl", "model=llama_tiny", "trainer.max_steps=-1") == 2
+    shown = capfd.readouterr()
+    assert "trains on mine alone: data=text data.tokenizer=bytes" in shown.out
+    assert "trainer.max_steps=-1: give the number of steps" in shown.err
+
+
 def test_an_experiment_holds_what_differs_from_the_options_that_it_names(tmp_path: Path) -> None:
     with initialize_config_module("lightning_fms.conf", version_base="1.3"):
         given = ["experiment=llama_8b", "data.sources={web: x}", "data.tokenizer=bytes", "optimizer.lr=1e-5"]
