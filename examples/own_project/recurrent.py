@@ -25,7 +25,7 @@ class Recurrent(L.LightningModule):
         return self.loss(batch)
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch))
+        self.log("val_loss", self.loss(batch), sync_dist=True)  # over all ranks, not the first alone
 
     def configure_optimizers(self):
         optimizer = self.make_optimizer(self.parameters())
