@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ RECORD = ".prepare"
 _VERSION = 1
 _LEAST_UNIT, _UNITS = 1 << 20, 64  # small data is cut finer than into chunks, so that many processes have work
 _SHOWN = 3
+_OF_INPUTS = ("kind", "units")  # arguments that follow from the files, which say better what has changed
 
 
 def add_parser(commands: Any) -> None:
@@ -76,21 +77,26 @@ class Plan:
         Raises:
             ValueError: With the first difference.
         """
-        for name, now in self.arguments.items():
-            then = former["arguments"].get(name)
-            if then != now:
-                raise ValueError(
-                    f"--out {folder} was begun with {name}={then!r}, and now it is {now!r}; give the same arguments again, or "
-                    "another folder"
-                )
+        self._check_arguments(former, folder, lambda name: name not in _OF_INPUTS)
         then, now = ({entry[0]: entry[1:] for entry in files} for files in (former["files"], self.files))
         changed = [_change(name, then.get(name), now.get(name)) for name in sorted(then.keys() | now.keys())]
         if changed := [change for change in changed if change]:
             more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+            counts = f" ({len(then)} files, now {len(now)})" if len(then) != len(now) else ""
             raise ValueError(
-                f"--out {folder} was begun with other inputs: {', '.join(changed[:_SHOWN])}{more}; restore them, or give another "
-                "folder"
+                f"--out {folder} was begun with other inputs{counts}: {', '.join(changed[:_SHOWN])}{more}; restore them, or give "
+                "another folder"
             )
+        self._check_arguments(former, folder, lambda name: name in _OF_INPUTS)
+
+    def _check_arguments(self, former: dict[str, Any], folder: Path, counts: Callable[[str], bool]) -> None:
+        for name, now in self.arguments.items():
+            then = former["arguments"].get(name)
+            if counts(name) and then != now:
+                raise ValueError(
+                    f"--out {folder} was begun with {name}={then!r}, and now it is {now!r}; give the same arguments again, or "
+                    "another folder"
+                )
 
 
 def _change(name: str, then: list[Any] | None, now: list[Any] | None) -> str:

@@ -157,7 +157,10 @@ def compare(saved: Mapping[str, torch.Size], own: Mapping[str, torch.Size], stri
         lines += [f"{name}: only in the model" for name in own if name not in saved]
         lines += [f"{name}: only in the checkpoint" for name in saved if name not in own]
     if lines:
-        raise CheckpointError(f"{source} is of another model; {len(lines)} tensors differ: {_first(lines, '; ')}")
+        raise CheckpointError(
+            f"{source} is of another model; {len(lines)} tensors differ: {_first(lines, '; ')}; give the settings of the model "
+            "that was trained, or start a new run"
+        )
 
 
 def like(parameter: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
