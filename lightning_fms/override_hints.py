@@ -44,7 +44,7 @@ def explain(message: str, overrides: Sequence[str], config: str = "train") -> st
     """
     if bare := _BARE.search(message):
         return f"{bare[1]}: no value; give <key>=<value>{_without_equals(bare[1])}"
-    for override in overrides:
+    for override in map(_as_typed, overrides):
         try:
             OverridesParser.create().parse_overrides([override])
         except HydraException:
@@ -60,7 +60,12 @@ def explain(message: str, overrides: Sequence[str], config: str = "train") -> st
         return message
     key = refused[1]
     typed = next((override for override in overrides if override.partition("=")[0] == key), key)
-    return f"{typed}: {_meant(key, overrides, config)}"
+    return f"{typed}: {_meant(key, overrides, config, typed)}"
+
+
+def _as_typed(override: str) -> str:
+    """A source of one's own is added with `++` by us."""
+    return override.removeprefix("++") if override.startswith("++data.sources.") else override
 
 
 def _without_equals(word: str) -> str:
@@ -71,7 +76,7 @@ def _without_equals(word: str) -> str:
     return f", e.g. experiment={word}" if word in names else f", e.g. {word}=1" if "." in word else ""
 
 
-def _meant(key: str, overrides: Sequence[str], name: str) -> str:
+def _meant(key: str, overrides: Sequence[str], name: str, typed: str) -> str:
     config = _composed([override for override in overrides if _chooses_group(override)], name)
     keys = list(_keys(OmegaConf.to_container(config, resolve=False)))
     if key.startswith("data.sources"):
@@ -79,6 +84,8 @@ def _meant(key: str, overrides: Sequence[str], name: str) -> str:
             "this data config has sources of its own; for yours, type "
             "data=text 'data.sources={name: /path/*.jsonl}' data.tokenizer=bytes"
         )
+    if key.startswith("data.mixture") and (unknown := _unknown_source(typed, config)):
+        return unknown
     if key.startswith(("plan.", "hardware.")) and name == "train":
         return "is a setting of fms-plan"
     if f"~{key.partition('.')[0]}" in overrides:
@@ -93,6 +100,18 @@ def _meant(key: str, overrides: Sequence[str], name: str) -> str:
         return f"the config leaves it at its default; +{key}=<value> sets it"
     near = near or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
     return f"no such key; did you mean {near[0]}?" if near else f"no such key; +{key}=<value> would add it"
+
+
+def _unknown_source(override: str, config: DictConfig) -> str:
+    """What a mixture names that is no source of its data config; empty where that leaves its sources open."""
+    sources = OmegaConf.select(config, "data.sources")
+    if not isinstance(sources, DictConfig):
+        return ""
+    key, _, _ = override.partition("=")
+    value = OverridesParser.create().parse_override(override).value() if "=" in override else None
+    named = list(value) if isinstance(value, dict) else [key.removeprefix("data.mixture.")]
+    unknown = next((str(name) for name in named if name != "data.mixture" and name not in sources), "")
+    return unknown and f"no source {unknown!r}; sources are {', '.join(sorted(map(str, sources)))}"
 
 
 def _arguments(node: Any) -> Collection[str]:

@@ -179,6 +179,10 @@ def _check_numbers(cfg: DictConfig) -> None:
         raise ConfigError(f"seed={cfg.seed}: give a whole number from 0 to {2**32 - 1}")
     if not re.fullmatch(r"[\w.=,+@-]+", str(cfg.name)) or str(cfg.name).startswith("."):
         raise ConfigError(f"name={cfg.name}: it becomes a folder; give letters, digits, _, - and dots, e.g. name=mine")
+    for key in ("seq_len", "global_batch_size", "micro_batch_size"):
+        value = cfg.data.get(key)
+        if str(cfg.data.get("_target_")).endswith("RescalableDataModule") and isinstance(value, int) and value < 1:
+            raise ConfigError(f"data.{key}={value}: give a whole number of at least 1")
     trainer = cfg.trainer
     if (trainer.get("gradient_clip_val") or 0) < 0:
         raise ConfigError(

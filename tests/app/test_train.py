@@ -139,7 +139,7 @@ def test_resume_from_a_path_makes_a_new_run(monkeypatch) -> None:
         (["resume=runs/none"], "resume=runs/none: does not exist"),
         (["model.net.vocab_size=100"], "the tokenizer has 257 ids"),
         (["model.net.n_heads=5"], "n_heads=5"),
-        (["data.seq_len=0"], "seq_len"),
+        (["data.seq_len=0"], "data.seq_len=0: give a whole number of at least 1"),
         (["trainer.devices=2", "hydra/launcher=basic", "hydra.mode=MULTIRUN"], "leave out hydra/launcher=basic"),
         (["objective_mode=most"], "objective_mode=most: give min, or max"),
         (["trainer.devices=[7]"], "trainer.devices=[7]: a CPU has no indices"),
