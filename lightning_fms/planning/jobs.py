@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning_fms.planner.space import Configuration
 from lightning_fms.planning.subject import Structure
 
 MOST_PROCESSES = 4
+_SAID_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,45 @@ def probe(
                 path = Path(folder) / f"{i}.json"
                 path.write_text(json.dumps({**job, "structures": asked}))
                 running.append((share, path, _start(path)))
+            progress = Progress([path.with_suffix(".jsonl") for _, path, _ in running], len(order))
             for share, path, process in running:
-                _, errors = process.communicate()
+                errors = _errors_at_end(process, progress)
                 found |= dict(zip(share, _results(path, len(share), errors), strict=True))
         finally:
             for _, _, process in running:
                 process.kill()  # only after an interruption is there one that still runs
     return found
+
+
+class Progress:
+    """Says how many structures are done, at most once for each number."""
+
+    def __init__(self, results: Sequence[Path], total: int) -> None:
+        self._results, self._total = results, total
+        self._started, self._said = time.monotonic(), -1
+
+    def say(self) -> None:
+        """A line, where there is news since the last one."""
+        done = sum(len(path.read_text().splitlines()) for path in self._results if path.exists())
+        if done == self._said:
+            return
+        self._said = done
+        seconds = (time.monotonic() - self._started) / max(done, 1) * (self._total - done)
+        left = f", about {remaining(seconds)} left" if 0 < done < self._total else ""
+        print(f"  {done} of {self._total} structures{left}", flush=True)
+
+
+def remaining(seconds: float) -> str:
+    """A time, as short as an estimate deserves: `50 s`, `2 min`."""
+    return f"{max(round(seconds, -1), 10):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _errors_at_end(process: "subprocess.Popen[str]", progress: Progress) -> str:
+    while True:
+        try:
+            return process.communicate(timeout=_SAID_EVERY_S)[1]
+        except subprocess.TimeoutExpired:
+            progress.say()
 
 
 def _cores() -> int:

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from lightning_fms.plan import main
 from lightning_fms.planning.experiment import write_experiment
+from lightning_fms.planning.jobs import Progress, remaining
 from tests.app.app_runs import SHORT, call
 
 # One structure, so one probe.
@@ -105,6 +106,17 @@ def test_a_source_of_ones_own_is_planned_as_it_is_trained(
     shown = capfd.readouterr()
     assert "trains on mine alone: data=text data.tokenizer=bytes" in shown.out
     assert "trainer.max_steps=-1: give the number of steps" in shown.err
+
+
+def test_a_plan_says_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
+    progress = Progress(results, total=3)
+    progress.say()
+    results[1].write_text("{}\n{}\n")
+    progress.say()
+    progress.say()
+    assert capsys.readouterr().out == "  0 of 3 structures\n  2 of 3 structures, about 10 s left\n"
+    assert (remaining(44), remaining(130)) == ("40 s", "2 min")
 
 
 def test_an_experiment_holds_what_differs_from_the_options_that_it_names(tmp_path: Path) -> None:
