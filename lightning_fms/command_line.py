@@ -21,6 +21,8 @@ from lightning_fms.launch.words import flags_in, key_of, override_of, overrides_
 
 _MULTIRUN = {"-m", "--multirun"}
 _SOURCE = re.compile(r"data\.sources\.([^.=+~]+)[.=]")
+# A step of `data=text` has 2 M tokens, half an hour of a laptop; one of these has 2,048.
+_OF_A_TINY_MODEL = ("data.seq_len=256", "data.global_batch_size=8", "data.micro_batch_size=null")
 
 
 def program() -> str:
@@ -73,11 +75,18 @@ def with_own_sources(words: Sequence[str]) -> list[str]:
         return list(words)
     instead: list[str] = []
     if there:
-        instead = ["data=text", *([] if value_in(words, "data.tokenizer") else ["data.tokenizer=bytes"])]
+        implied = ["data.tokenizer=bytes", *(_OF_A_TINY_MODEL if _is_tiny(words) else ())]
+        instead = ["data=text", *(word for word in implied if value_in(words, key_of(word)) is None)]
         _say_once(
             f"trains on {', '.join(dict.fromkeys(named[w] for w in words if w in new))} alone: {' '.join(instead)}"
         )
     return [*flags_in(words), *instead, *(f"++{word}" if word in new else word for word in overrides_in(words))]
+
+
+def _is_tiny(words: Sequence[str]) -> bool:
+    """Whether a command line leaves it at the model for a laptop."""
+    others = ("experiment", "depth", "size")
+    return value_in(words, "model") in (None, "llama_tiny") and all(value_in(words, key) is None for key in others)
 
 
 def with_size(words: Sequence[str]) -> list[str]:

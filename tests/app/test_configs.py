@@ -9,6 +9,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_fms.conf
+from lightning_fms.command_line import with_own_sources
 from lightning_fms.config_check import ConfigError
 from lightning_fms.run_check import check, devices_asked
 
@@ -162,3 +163,15 @@ def test_the_number_of_devices_follows_from_every_way_to_write_it(devices: str, 
 def test_the_model_follows_the_shapes_that_it_names() -> None:
     net = composed("model=llama_8b").model.net
     assert (net.dim, net.n_layers, net.n_heads, net.n_kv_heads, net.ffn_dim) == (4096, 32, 32, 8, 14336)
+
+
+def test_own_sources_come_with_the_rows_of_a_laptop_where_the_model_is_one_for_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mine = "data.sources.mine=a"
+    rows = ["data.seq_len=256", "data.global_batch_size=8", "data.micro_batch_size=null"]
+    assert with_own_sources([mine, "model=llama_tiny"])[:5] == ["data=text", "data.tokenizer=bytes", *rows]
+    assert " ".join(rows) in capsys.readouterr().out
+    assert rows[0] not in with_own_sources([mine, "data.seq_len=64"])
+    for other in ("model=llama_1b", "depth=12", "experiment=quickstart"):
+        assert not set(rows) & set(with_own_sources([mine, other]))
