@@ -23,6 +23,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def latest_committed(folder: str | Path) -> Path | None:
         try:
             commit.verify(candidate)
         except (CheckpointError, OSError) as error:
-            log.warning(f"passing over a damaged checkpoint: {error}")
+            _say_once(f"passing over a damaged checkpoint: {error}")
         else:
             return commit.adopt(candidate)
     if candidates:
@@ -163,6 +164,12 @@ def latest_committed(folder: str | Path) -> Path | None:
             f"none of the {len(candidates)} checkpoints in {folder} is valid; newest: {candidates[0]}"
         )
     return None
+
+
+@cache
+def _say_once(text: str) -> None:
+    """Printed and not logged: whose handlers there are, and what they put in front, depends on the program around us."""
+    print(text, flush=True)
 
 
 def everywhere(task: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
