@@ -17,6 +17,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -383,9 +384,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
-    import triton  # noqa: PLC0415 (a machine without a GPU may not have it)
-
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, Liger {LIGER}")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {version('triton')}, Liger {LIGER}")
     if arguments.only:
         tables[arguments.only](arguments.quick)
         return
