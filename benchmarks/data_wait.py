@@ -4,8 +4,8 @@
     python benchmarks/data_wait.py --device cpu --tiny          # does it run?
 
 A Llama of 33 million parameters (vocabulary 8,192, rows of 2,048 tokens) through the real `Trainer`, `FSDPCompileStrategy` in
-bf16 with `TritonKernels`, and `RescalableDataModule` on the standard library's source text, tokenized while the run goes on by a
-BPE that is trained at the start. Small models are hard on a loader: they use up most tokens a second.
+bf16 with `TritonKernels`, and `RescalableDataModule` on the standard library's source text in one jsonl file, tokenized while the
+run goes on by a BPE that is trained at the start. Small models are hard on a loader: they use up most tokens a second.
 
 `step_seconds`, `tokens_per_second` (`Throughput`) and `data_wait_seconds` (`Straggler`: what the host spends fetching a batch) are
 what a run logs; the first interval, in which it compiles and the workers start, is left out. On a GPU the host runs ahead, so a
@@ -32,6 +32,7 @@ from workload import CLIP_NORM, ONLY_TRAIN, Shape, adamw, loader_arguments, sett
 from lightning_fms.callbacks.straggler import Straggler
 from lightning_fms.callbacks.throughput import Throughput
 from lightning_fms.data import RescalableDataModule, StreamLoader
+from lightning_fms.data.sources import PythonSource
 from lightning_fms.distributed import FSDPCompileStrategy
 from lightning_fms.kernels import TritonKernels
 from lightning_fms.models import CausalLM
@@ -39,6 +40,7 @@ from lightning_fms.models import CausalLM
 SMALL = functools.partial(Shape, 512, 8, 8, 4, 1536, 8192, 2048)
 TINY = functools.partial(Shape, 64, 2, 4, 2, 128, 512, 128)
 GOAL = 0.01
+TEXT = "code.jsonl"
 READY = "ready"  # instead of a number of workers: no loader
 LOGGED = ("step_seconds", "tokens_per_second", "data_wait_seconds")
 
@@ -60,9 +62,22 @@ class Kept(DummyLogger):
         return {name: statistics.mean(values) for name, values in found.items()}
 
 
+def write_text(folder: Path) -> None:
+    """Write the standard library as jsonl: read from its own files, each worker would have to parse them."""
+    source = PythonSource("code")
+    with (folder / TEXT).open("w") as file:
+        for number, size in enumerate(source.listing.sizes):
+            try:
+                for start in source.window(number, 0, int(size)).starts:
+                    file.write(json.dumps({"text": source.read(number, int(start), 0)}) + "\n")
+            except ValueError:  # a file in an encoding of its own
+                continue
+
+
 def source_of(shape: Shape, tokenizer: str, workers: int | None, steps: int) -> Any:
     """Return what `Trainer.fit` trains on: the data module, or one batch of it again and again."""
-    arguments = loader_arguments(shape, tokenizer)
+    text = {"code": Path(tokenizer).with_name(TEXT)}
+    arguments = {**loader_arguments(shape, tokenizer), "sources": text, "mixture": None}
     if workers is not None:
         return RescalableDataModule(**arguments, num_workers=workers)
     batch = next(iter(StreamLoader(**arguments)))
@@ -115,6 +130,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = str(tokenizer_for(shape, Path(folder)))
+        write_text(Path(folder))
         ready = None
         for workers in given.workers:  # a process each: a run leaves its process group and compiled code behind
             file = Path(folder, f"{workers}.json")
