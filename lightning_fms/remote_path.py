@@ -74,17 +74,24 @@ class RemotePath(PosixPath):
             system.invalidate_cache()  # other processes write, too
             return operation(system, system._strip_protocol(str(self)))
 
+    def _kind(self) -> str | None:
+        """'file', 'directory' or None for nothing. fsspec's own questions take any error for a no: a store that is down, too."""
+        try:
+            return str(self._do(lambda system, key: system.info(key))["type"])
+        except FileNotFoundError:
+            return None
+
     def exists(self, **_: Any) -> bool:
         """Whether there is an object, or one below."""
-        return bool(self._do(lambda system, key: system.exists(key)))
+        return self._kind() is not None
 
     def is_dir(self, **_: Any) -> bool:
         """Whether there is an object below."""
-        return bool(self._do(lambda system, key: system.isdir(key)))
+        return self._kind() == "directory"
 
     def is_file(self, **_: Any) -> bool:
         """Whether it is an object."""
-        return bool(self._do(lambda system, key: system.isfile(key)))
+        return self._kind() == "file"
 
     def is_symlink(self) -> bool:
         """Never."""

@@ -240,3 +240,20 @@ def test_folders_are_folders(path: str) -> None:
     assert not isinstance(place(path), RemotePath)
     assert place("file:///a/b") == Path("/a/b")
     assert str(place(Path("bucket://a/b"))) == "bucket://a/b"
+
+
+def test_a_store_that_is_down_is_no_empty_store(bucket, monkeypatch) -> None:
+    folder = place(f"{ROOT}/down")
+    save(folder / "step-1.ckpt", 1)
+
+    def down(*_: Any, **__: Any) -> None:
+        raise OSError("503 Slow Down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "info", down)
+        for question in (folder.exists, folder.is_dir, (folder / "step-1.ckpt").is_file):
+            with pytest.raises(OSError, match="503"):
+                question()
+        with pytest.raises(OSError, match="503"):
+            commit.sweep_folder(folder, lambda name: True)
+    assert load(latest_committed(folder)) == 1
