@@ -116,9 +116,14 @@ class StepCheckpoint(Checkpoint):
 
     def _refuse_foreign(self, trainer: L.Trainer) -> None:
         """A run has no folder of its own at an address: another's newer checkpoints would be taken for this one's at a resume."""
-        found = trainer.strategy.broadcast(
-            [one.path.name for one in self._found(trainer)] if trainer.is_global_zero else []
-        )
+        found, problem = list[str](), None
+        try:
+            found = [one.path.name for one in self._found(trainer)] if trainer.is_global_zero else []
+        except OSError as error:  # the others wait
+            problem = str(error)
+        found, problem = trainer.strategy.broadcast((found, problem))
+        if problem is not None:
+            raise OSError(f"StepCheckpoint({str(self._folder)!r}): cannot be looked at: {problem}")
         if found:
             raise ValueError(
                 f"StepCheckpoint({str(self._folder)!r}): holds {found[0]} of another run; give an address of its own to each run, "
@@ -133,14 +138,17 @@ class StepCheckpoint(Checkpoint):
             return
         if self._pending is not None and self._all_are_through(trainer):
             self._finish(trainer)
-        if trainer.global_step == trainer.max_steps:  # behind the end, weights may be averaged ones (`WeightAveraging`)
+        if (
+            0 < trainer.max_steps <= trainer.global_step
+        ):  # behind the end, weights may be averaged ones (`WeightAveraging`)
             self.save_now(trainer)
         elif self.schedule.due(trainer.global_step) or (self._overdue and self._pending is None):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the last step of a run that is so many epochs long."""
-        if trainer.current_epoch + 1 == trainer.max_epochs and not _is_trial(trainer):
+        """Save the last step of a run that is so many epochs long, or was told to stop: averaged weights come behind it."""
+        last = trainer.current_epoch + 1 == trainer.max_epochs or trainer.should_stop
+        if last and not _is_trial(trainer):
             self.save_now(trainer)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
@@ -294,8 +302,13 @@ class StepCheckpoint(Checkpoint):
         found = []
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
             step = _step_of(path.name)
-            if step is not None and complete(path):
-                found.append(Saved(path, step, made(path), scores.get(path.name)))
+            if step is None or not complete(path):
+                continue
+            try:
+                at = made(path)
+            except ValueError:  # its seal cannot be read; a resume passes over it, and it is not counted, nor deleted
+                continue
+            found.append(Saved(path, step, at, scores.get(path.name)))
         return found
 
     def _is_past(self, name: str) -> bool:
@@ -337,9 +350,10 @@ def _is_trial(trainer: L.Trainer) -> bool:
 
 
 def _read_scores(folder: Path) -> dict[str, float]:
+    """Scores by name. An error of reading them is one (OSError): without its score, the best checkpoint would be deleted."""
     try:
         return {str(name): float(score) for name, score in json.loads((folder / SCORES).read_text()).items()}
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (FileNotFoundError, ValueError, AttributeError, TypeError):
         return {}
 
 
