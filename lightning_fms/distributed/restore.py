@@ -107,9 +107,10 @@ def load_folder(
     checkpoint.verify(path)
     rest = checkpoint.read_everywhere(lambda: checkpoint.load_state(path, weights_only))
     saved = checkpoint.read_everywhere(lambda: checkpoint.read_metadata(path))
-    averaged = average is not None and any(_is_of(CURRENT, name) for name in saved)
+    holds = any(_is_of(CURRENT, name) for name in saved)
+    averaged = average is not None and holds
     targets: dict[str, torch.Tensor] = {}
-    for part, holder in _holders(module, average if averaged else None).items():
+    for part, holder in _holders(module, average if averaged else None, holds and bool(optimizers)).items():
         own = _tensors(state.module_state(holder))
         shapes = {n: e.size for n, e in _of(part, saved).items() if not state.is_extra(n)}
         state.compare(shapes, {n: t.shape for n, t in own.items()}, strict, str(path))
@@ -144,7 +145,8 @@ def load_file(
     parts = {MODEL: rest.pop("state_dict"), CURRENT: rest.pop("current_model_state", None)}
     averaged = average is not None and parts[CURRENT] is not None
     copies = []
-    for part, holder in _holders(module, average if averaged else None).items():
+    goes_on = parts[CURRENT] is not None and bool(optimizers)
+    for part, holder in _holders(module, average if averaged else None, goes_on).items():
         saved = {state.clean_name(n): v for n, v in parts[part].items()}
         own = _tensors(state.module_state(holder))
         shapes = {n: t.shape for n, t in _tensors(saved).items()}
@@ -171,9 +173,15 @@ def _check_kind(content: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _holders(module: nn.Module, average: AverageOfShards | None) -> dict[str, nn.Module]:
-    """Which module takes which part of a checkpoint."""
-    return {MODEL: module} if average is None else {CURRENT: module, MODEL: average.module}
+def _holders(module: nn.Module, average: AverageOfShards | None, goes_on: bool) -> dict[str, nn.Module]:
+    """Which module takes which part of a checkpoint.
+
+    goes_on: training goes on from one that has an average. Without anything to take that, it goes on all the same from the weights
+    of training, to which the optimizer's state belongs.
+    """
+    if average is not None:
+        return {CURRENT: module, MODEL: average.module}
+    return {CURRENT if goes_on else MODEL: module}
 
 
 def _tell_of_average(rest: dict[str, Any], module: nn.Module, average: AverageOfShards | None) -> None:
