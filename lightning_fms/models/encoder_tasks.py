@@ -45,13 +45,17 @@ class MaskedLM(CausalLM):
         self.share, self.mask_id = share, mask_id
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Mean cross-entropy in nats over the chosen tokens of `input_ids`, in fp32."""
+        """Mean cross-entropy in nats over the chosen tokens of `input_ids`, in fp32; padding is none."""
         ids = batch["input_ids"]
         embedding = self.net.get_submodule("embedding")
         assert isinstance(embedding, nn.Embedding)
         vocabulary = embedding.num_embeddings
         mask_id = vocabulary - 1 if self.mask_id is None else self.mask_id
         draw = torch.rand(ids.shape, device=ids.device) / self.share  # below 1: chosen
+        if (
+            "labels" in batch
+        ):  # of the next token: what has none ends a document or is padding, and rows to fill up have none
+            draw = draw.masked_fill(batch["labels"] == -100, 1.0)
         seen = torch.where(draw < 0.8, mask_id, ids)
         seen = torch.where((draw >= 0.8) & (draw < 0.9), torch.randint_like(ids, vocabulary), seen)
         logits = self.net(seen)
