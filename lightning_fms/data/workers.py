@@ -30,6 +30,9 @@ _TOKEN_MESSAGES = 2
 _TEXT_MESSAGES = 8  # documents of one source differ in length by orders of magnitude, and are tokenized whole
 _LARGE_BYTES = 1 << 18
 _RING_TOKENS = 1 << 22  # in a portion; what would take more (very many rows a rank) goes with the message
+_MEMORY_TOKENS = (
+    1 << 23
+)  # of all rings of a rank, beyond the least that they take: shared memory is short in containers
 _TEXT_ROWS = 64  # of a message, so that tokenizing does not hold up one step for many
 
 
@@ -85,9 +88,12 @@ class RankRows(IterableDataset):
     ) -> None:
         self._recipe, self._slots, self._first_row, self._owned, self._states = recipe, slots, first_row, owned, states
         self._workers = max(workers, 1)
-        self.messages = _TOKEN_MESSAGES if recipe.holds_tokens else _TEXT_MESSAGES
+        self.messages = _TOKEN_MESSAGES
         self.ring: Ring | None = None
         rows = -(-slots.micro_rows * slots.accumulate * self._most_steps() // self._workers)
+        if not recipe.holds_tokens:
+            fitting = _MEMORY_TOKENS // max(1, workers * rows * (recipe.packing.row_tokens + 1)) - 1
+            self.messages = max(_TOKEN_MESSAGES, min(_TEXT_MESSAGES, fitting))
         if workers and isinstance(recipe.packing, TokenPacking) and rows * recipe.packing.row_tokens <= _RING_TOKENS:
             self.ring = Ring(workers, self.messages, rows, recipe.packing.row_tokens + 1)
 
