@@ -61,8 +61,7 @@ def plan(cfg: DictConfig, choices: Mapping[str, Any]) -> report.Plan:
     work = count_work(cfg)
     run = _run(cfg, settings, work)
     precisions = precisions_for(cfg, choices, settings, hardware, devices)
-    own_offload = bool(cfg.strategy.get("activation_offload", False))
-    settings = replace(settings, activation_offload=sorted({*settings.activation_offload, own_offload}))
+    settings = with_own_offload(cfg, settings)
     space = enumerate_space(
         devices, cfg.data.global_batch_size, nodes, list(settings.checkpointing), list(settings.offload), precisions,
         list(settings.kernels), settings.largest_micro_batch, list(settings.activation_offload),
@@ -108,6 +107,12 @@ def check_plan(cfg: DictConfig) -> None:
         raise ConfigError(
             f"strategy={cfg.strategy._target_}: only FSDPCompileStrategy can be planned; give strategy=fsdp_compile"
         )
+
+
+def with_own_offload(cfg: DictConfig, settings: PlanSettings) -> PlanSettings:
+    """Settings whose space has what the config says of offloaded activations, too."""
+    own = bool(cfg.strategy.get("activation_offload", False))
+    return replace(settings, activation_offload=sorted({*settings.activation_offload, own}))
 
 
 def fill_vocabulary(cfg: DictConfig, settings: PlanSettings, notes: list[str]) -> None:

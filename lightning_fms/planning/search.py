@@ -30,6 +30,7 @@ from lightning_fms.planning.plan import (
     job_for,
     precisions_for,
     with_activations,
+    with_own_offload,
 )
 
 SPACE = "space.json"
@@ -56,6 +57,7 @@ def possible(
         fill_vocabulary(cfg, settings, [])
     devices = app.devices_asked(cfg.trainer)
     precisions = precisions_for(cfg, choices, settings, hardware, devices)
+    settings = with_own_offload(cfg, settings)
     space = enumerate_space(
         devices, cfg.data.global_batch_size, 1, list(settings.checkpointing), list(settings.offload), precisions,
         list(settings.kernels), settings.largest_micro_batch, list(settings.activation_offload),
@@ -79,7 +81,9 @@ def remembered(folder: Path, find: Callable[[], tuple[list[Candidate], int]], fi
     chosen = [candidate.configuration for candidate in candidates[:first]]
     print(f"plan: {every} configurations, {every - len(candidates)} cannot fit; {len(chosen)} are measured", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([asdict(configuration) for configuration in chosen], indent=1))
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(json.dumps([asdict(configuration) for configuration in chosen], indent=1))
+    aside.replace(path)
     return chosen
 
 
@@ -90,8 +94,8 @@ def overrides_of(configuration: Configuration, cfg: DictConfig, typed: Sequence[
         ours.append("scheduler.warmup_steps=1")
     taken = {key_of(override) for override in ours}
     left_out = [f"~callbacks.{name}" for name in UNNEEDED if name in (cfg.get("callbacks") or {})]
-    gone = tuple(override.removeprefix("~") for override in left_out)
-    kept = [o for o in typed if key_of(o) not in taken and not key_of(o).startswith(gone or "\0")]
+    gone = {override.removeprefix("~") for override in left_out}
+    kept = [o for o in typed if key_of(o) not in taken and ".".join(key_of(o).split(".")[:2]) not in gone]
     return [*kept, *ours, *left_out, "+callbacks.times._target_=lightning_fms.planning.measure.StepTimes"]
 
 
