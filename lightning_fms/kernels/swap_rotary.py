@@ -112,7 +112,7 @@ def _agreeing(
     try:
         found = _stacked(function(*heads, cos, sin), turned)
         dtype = _stacked(function(*heads.bfloat16(), cos, sin), turned).dtype
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+    except Exception:  # whatever a foreign function raises at such shapes, it is not what is looked for
         return None
     found = found.transpose(2, 3) if heads_at == 1 and found.ndim == 5 else found
     for interleaved in (False, True):
@@ -143,12 +143,9 @@ def _replacement(own: Function, form: Form, backend: str) -> Function:
 
     @functools.wraps(own)
     def rotated(*args: Any, unsqueeze_dim: int = 1, **kwargs: Any) -> Any:
-        tensors, (cos, sin), rest = (
-            args[: form.turned],
-            args[form.turned :][:2] or (None, None),
-            args[form.turned + 2 :],
-        )
-        usual = not rest and not any(value is not None for value in kwargs.values())
+        tensors, tables, rest = args[: form.turned], args[form.turned :][:2], args[form.turned + 2 :]
+        usual = len(tables) == 2 and not rest and not any(value is not None for value in kwargs.values())
+        cos, sin = tables if usual else (None, None)
         heads_at = _heads_at(tensors, cos, sin, form, unsqueeze_dim if takes_dimension else None) if usual else None
         if heads_at is None:
             given = {"unsqueeze_dim": unsqueeze_dim} if takes_dimension and not rest else {}
