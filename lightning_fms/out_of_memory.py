@@ -56,7 +56,7 @@ def ways_out(config: Mapping[str, Any], devices: int, on_gpu: bool) -> Iterator[
         yield f"strategy.activation_checkpointing={again}", "computes activations again in backward"
     if ours and on_gpu and not strategy.get("activation_offload"):
         yield "strategy.activation_offload=true", "keeps activations in host memory"
-    if ours and on_gpu:
+    if ours and on_gpu and int((config.get("trainer") or {}).get("num_nodes") or 1) == 1:
         yield f"trainer.devices={2 * devices}", "halves what a device holds of weights and optimizer"
     if ours and on_gpu and not strategy.get("cpu_offload"):
         yield "strategy.cpu_offload=true", "keeps weights and optimizer in host memory; slow"

@@ -91,7 +91,10 @@ def reserve_given(folder: Path, resume: bool) -> Reservation:
         raise ConfigError(f"paths.run={folder}: holds a run already; go on with resume=auto, or give another folder")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"paths.run={folder}: exists and is no folder; give a new or empty folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (resume and (folder / RESERVED).is_file()):
+    holds = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if holds - {_SNAPSHOTS} and not (
+        resume and (folder / RESERVED).is_file()
+    ):  # snapshots of a start without memory may stay
         if (folder / RESERVED).is_file():
             raise ConfigError(
                 f"paths.run={folder}: holds what a start without training left; go on with resume=auto, "
