@@ -27,7 +27,7 @@ from lightning_fms.data.stream import Recipe, Stream, produce
 _MESSAGE_TOKENS = 1 << 19  # 2 MB: what a message costs beside its bytes no longer shows
 _MESSAGE_STEPS = 64
 _TOKEN_MESSAGES = 2
-_TEXT_MESSAGES = 8  # documents of one source differ in length by orders of magnitude, and are tokenized whole
+_TEXT_MESSAGES = 2  # more would let a worker outlive a killed run: it looks for its parent only when nothing is asked of it
 _LARGE_BYTES = 1 << 18
 _RING_TOKENS = 1 << 22  # in a portion; what would take more (very many rows a rank) goes with the message
 _MEMORY_TOKENS = (
