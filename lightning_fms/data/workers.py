@@ -26,13 +26,9 @@ from lightning_fms.data.stream import Recipe, Stream, produce
 
 _MESSAGE_TOKENS = 1 << 19  # 2 MB: what a message costs beside its bytes no longer shows
 _MESSAGE_STEPS = 64
-_TOKEN_MESSAGES = 2
-_TEXT_MESSAGES = 2  # more would let a worker outlive a killed run: it looks for its parent only when nothing is asked of it
+_MESSAGES = 2  # more would let a worker outlive a killed run: it looks for its parent only when nothing is asked of it
 _LARGE_BYTES = 1 << 18
 _RING_TOKENS = 1 << 22  # in a portion; what would take more (very many rows a rank) goes with the message
-_MEMORY_TOKENS = (
-    1 << 23
-)  # of all rings of a rank, beyond the least that they take: shared memory is short in containers
 _TEXT_ROWS = 64  # of a message, so that tokenizing does not hold up one step for many
 
 
@@ -53,18 +49,17 @@ class Step:
 class Ring:
     """Memory in which workers leave the tokens of their rows, a portion a message.
 
-    Torch's loader asks a worker for at most so many messages more than it has handed over, and asks again while it hands one
+    Torch's loader asks a worker for at most `_MESSAGES` more than it has handed over, and asks again while it hands one
     over. So one portion more is enough, if what a message left is copied before the next one is taken from that worker.
 
     Args:
         workers: How many there are.
-        messages: A worker is asked for ahead.
         rows: Rows of a portion.
         row_tokens: Tokens of a row.
     """
 
-    def __init__(self, workers: int, messages: int, rows: int, row_tokens: int) -> None:
-        self._memory = torch.empty((workers, messages + 1, rows, row_tokens), dtype=torch.int32).share_memory_()
+    def __init__(self, workers: int, rows: int, row_tokens: int) -> None:
+        self._memory = torch.empty((workers, _MESSAGES + 1, rows, row_tokens), dtype=torch.int32).share_memory_()
 
     def portion(self, worker: int, chunk: int) -> np.ndarray:
         """Return the memory of a worker's message number `chunk` (int32 `[rows, row_tokens]`)."""
@@ -88,14 +83,10 @@ class RankRows(IterableDataset):
     ) -> None:
         self._recipe, self._slots, self._first_row, self._owned, self._states = recipe, slots, first_row, owned, states
         self._workers = max(workers, 1)
-        self.messages = _TOKEN_MESSAGES
         self.ring: Ring | None = None
         rows = -(-slots.micro_rows * slots.accumulate * self._most_steps() // self._workers)
-        if not recipe.holds_tokens:
-            fitting = _MEMORY_TOKENS // max(1, workers * rows * (recipe.packing.row_tokens + 1)) - 1
-            self.messages = max(_TOKEN_MESSAGES, min(_TEXT_MESSAGES, fitting))
         if workers and isinstance(recipe.packing, TokenPacking) and rows * recipe.packing.row_tokens <= _RING_TOKENS:
-            self.ring = Ring(workers, self.messages, rows, recipe.packing.row_tokens + 1)
+            self.ring = Ring(workers, rows, recipe.packing.row_tokens + 1)
 
     def chunk_steps(self, chunk: int) -> int:
         """Return how many steps chunk number `chunk` holds: 1 at first, so that the first batch comes soon, then more."""
@@ -186,7 +177,7 @@ def steps(
         # A generator of its own: the loader's seed must not come out of the run's random numbers.
         loader = DataLoader(
             source, batch_size=None, num_workers=workers, multiprocessing_context=context, generator=torch.Generator(),
-            prefetch_factor=source.messages, collate_fn=_as_it_is, worker_init_fn=_settle_worker,
+            prefetch_factor=_MESSAGES, collate_fn=_as_it_is, worker_init_fn=_settle_worker,
         )  # fmt: skip
         messages = iter(loader)
     workers = max(workers, 1)
