@@ -12,8 +12,9 @@ apple/ml-cross-entropy, with cuBLAS for the GEMMs).
 Trade-offs: larger chunks are faster and need more memory (`chunk_bytes`). The weight gradient is a sum over chunks: up to
 `NATIVE_CHUNKS` of them it is accumulated in its own dtype inside the GEMM, whose rounded partial sums make its error up to
 1.5 times that of eager's single GEMM (1.1 times once the rounding of real logits dominates); beyond that in an fp32
-buffer, which costs 4 bytes a weight and has eager's error for any number of chunks. `reduction='none'` and fp16 cannot
-be scaled afterwards, so they compute the logits once more in the backward.
+buffer, which costs 4 bytes a weight and has eager's error for any number of chunks. Each chunk reads and writes that buffer,
+so where larger chunks would be few enough and take no more memory than it, they are taken instead. `reduction='none'` and
+fp16 cannot be scaled afterwards, so they compute the logits once more in the backward.
 
 The mean over no token at all is 0 with zero gradients (eager: NaN), so a batch without a target is no accident.
 
@@ -68,7 +69,9 @@ def linear_cross_entropy(
         reduction: 'mean' over the tokens that are not ignored (0 if there is none), 'sum' or 'none'.
         chunk_bytes: budget of the logits buffer; at least 128 tokens are taken at once.
         accumulate: how the weight gradient is summed over chunks: 'native' (its own dtype), 'fp32', or 'auto':
-            fp32 where there are more than `NATIVE_CHUNKS` chunks. 'fp32' has eager's error, at 4 bytes more a weight.
+            fp32 where there are more than `NATIVE_CHUNKS` chunks. 'fp32' has eager's error, at 4 bytes more a weight. Where
+            the logits buffer needs no more than those bytes to bring so many chunks down to `NATIVE_CHUNKS`, 'auto' gives
+            them to it.
         check_targets: on CUDA, stop with a device-side assertion (as eager does, without a synchronisation; the process
             cannot use the device afterwards). Off, a target out of range gives the loss NaN and adds no gradient.
         backend: 'triton', 'reference' (PyTorch), 'auto' (Triton where it can run), or 'triton_only': the GEMMs too are
@@ -150,6 +153,19 @@ def chunk_rows(tokens: int, vocab: int, itemsize: int, chunk_bytes: int) -> int:
     return max(min(-(-even // _CHUNK_ROWS) * _CHUNK_ROWS, tokens), 1)
 
 
+def plan_chunks(
+    tokens: int, weight: tuple[int, int], itemsize: int, chunk_bytes: int, accumulate: str = "auto"
+) -> tuple[int, bool]:
+    """Tokens a chunk, and whether the gradient of `weight` ([V, D], as narrow as the GEMMs) is summed in fp32."""
+    vocab, dim = weight
+    rows = chunk_rows(tokens, vocab, itemsize, chunk_bytes)
+    if accumulate != "auto" or -(-tokens // rows) <= NATIVE_CHUNKS:
+        return rows, accumulate == "fp32"
+    larger = -(-tokens // NATIVE_CHUNKS // _CHUNK_ROWS) * _CHUNK_ROWS
+    fits = larger * _padded(vocab) * itemsize <= chunk_bytes + 4 * vocab * dim
+    return (larger, False) if fits else (rows, True)
+
+
 def _padded(vocab: int) -> int:
     return -(-vocab // _ROW_ALIGN) * _ROW_ALIGN
 
@@ -189,9 +205,9 @@ def _chunked(
     gemms_by_triton = triton_ and backend == "triton_only"
     if hidden.device.type == "cpu":
         _raise_out_of_range(target, vocab, ignore_index)
-    rows = chunk_rows(tokens, vocab, hidden.element_size(), chunk_bytes)
+    rows, wide = _chunks(hidden, weight, chunk_bytes, accumulate, needs)
     loss = torch.empty(tokens, dtype=_loss_dtype(hidden.dtype), device=hidden.device)
-    grad_h, grad_w, grad_b = _grad_buffers(hidden, weight, bias, -(-tokens // rows), accumulate, needs)
+    grad_h, grad_w, grad_b = _grad_buffers(hidden, weight, bias, wide, needs)
     w = weight.to(hidden.dtype)
     b = None if bias is None else bias.to(hidden.dtype)
     buffer = torch.empty(rows, _padded(vocab), dtype=hidden.dtype, device=hidden.device)
@@ -214,10 +230,18 @@ def _chunked(
     return loss, grad_h, grad_w, grad_b.to(bias.dtype) if bias is not None and needs[2] else grad_b
 
 
+def _chunks(
+    hidden: Tensor, weight: Tensor, chunk_bytes: int, accumulate: str, needs: tuple[bool, bool, bool]
+) -> tuple[int, bool]:
+    """`plan_chunks` where its question is asked: a weight without gradient, or of fp32, has nothing to sum more widely."""
+    asked = needs[1] and weight.element_size() <= hidden.element_size() < 4
+    shape = (weight.shape[0], weight.shape[1])
+    return plan_chunks(hidden.shape[0], shape, hidden.element_size(), chunk_bytes, accumulate if asked else "native")
+
+
 def _grad_buffers(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, accumulate: str, needs: tuple[bool, bool, bool]
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, wide: bool, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = accumulate == "fp32" or (accumulate == "auto" and chunks > NATIVE_CHUNKS)
     sum_dtype = torch.promote_types(weight.dtype, torch.float32 if wide else weight.dtype)
     empty = torch.empty if hidden.shape[0] else torch.zeros  # no token, no GEMM that would write them
     return (

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_fms.kernels.linear_cross_entropy import CHUNK_BYTES, NATIVE_CHUNKS, chunk_rows
+from lightning_fms.kernels.linear_cross_entropy import CHUNK_BYTES, plan_chunks
 from lightning_fms.planner.memory import Grid, Outside, Prediction, predict, resharded
 from lightning_fms.planner.space import Configuration
 from lightning_fms.planning.subject import Structure
@@ -194,8 +194,8 @@ def prediction(
 
 def scratch_bytes(tokens: int, vocab: int, dim: int) -> float:
     """Buffers of the fused loss: logits of a chunk in bf16, and an fp32 gradient of the weight where chunks are many."""
-    rows = chunk_rows(tokens, vocab, 2, CHUNK_BYTES)
-    return rows * vocab * 2.0 + (4.0 * vocab * dim if -(-tokens // rows) > NATIVE_CHUNKS else 0.0)
+    rows, wide = plan_chunks(tokens, (vocab, dim), 2, CHUNK_BYTES)
+    return rows * vocab * 2.0 + (4.0 * vocab * dim if wide else 0.0)
 
 
 def activation_bytes(probed: Probed) -> float:

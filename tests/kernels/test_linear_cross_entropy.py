@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fms.kernels import linear_cross_entropy
-from lightning_fms.kernels.linear_cross_entropy import NATIVE_CHUNKS, chunk_rows
+from lightning_fms.kernels.linear_cross_entropy import NATIVE_CHUNKS, chunk_rows, plan_chunks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # in opcheck
 N, D, V = 300, 24, 101
@@ -199,6 +199,16 @@ def test_chunks_are_even_and_within_the_budget() -> None:
     assert chunk_rows(100, 128256, 2, 512 * 2**20) == 100
     assert chunk_rows(2200, 128256, 2, 512 * 2**20) == 1152  # 1100 and 1100, not 2048 and 152
     assert chunk_rows(0, 10, 2, 1) == 1
+
+
+def test_chunks_grow_instead_of_an_fp32_sum_that_would_take_as_much() -> None:
+    head, budget = (128256, 2048), 512 * 2**20
+    assert plan_chunks(8192, head, 2, budget) == (2048, False)
+    assert plan_chunks(16384, head, 2, budget) == (4096, False)  # 0.5 GiB more of logits, 1 GiB less of sums
+    assert plan_chunks(65536, head, 2, budget) == (2048, True)  # 4 chunks would take 3.4 GiB more
+    assert plan_chunks(32768, (131072, 1024), 2, budget) == (2048, True)  # memory stays flat
+    assert plan_chunks(16384, head, 2, budget, "fp32") == (2048, True)
+    assert plan_chunks(16384, head, 2, budget, "native") == (2048, False)
 
 
 def test_wrong_targets_and_arguments_are_refused() -> None:
