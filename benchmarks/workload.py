@@ -19,7 +19,11 @@ from lightning_fms.models.schedule import WarmupCosine
 
 OPTIONS = {
     "bf16": "nothing but FSDPCompileStrategy, over all devices",
+    "fsdp": "sharded, and a process group, on one device, too",
     "kernels": "TritonKernels",
+    "rms_norm": "with kernels: that swap, too, which is off by default",
+    "gated_product": "likewise",
+    "rotary": "likewise",
     "fp8": "FP8Precision, tensorwise",
     "fused": "FP8Precision with that recipe",
     "fast": "with fused: fast_gradients",
