@@ -10,13 +10,15 @@ goes to it in pieces, cut where the tokenizer cuts anyway (see `JsonTokenizer`);
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from tokenizers import Tokenizer as HfTokenizer
+
+from lightning_fms.data.words import WordCache, cache_for
 
 PIECE = 1 << 18
 """Characters of a piece of a long text: 50 MB while it is tokenized."""
@@ -98,12 +100,13 @@ class JsonTokenizer:
             ) from None
         names = _special_names(self.path.parent / "tokenizer_config.json") if path.is_dir() else {}
         self._built: HfTokenizer | None = None
+        self._words: WordCache | None = None
         self._place: re.Pattern | None = None
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_id = self._special("eos_token", names, _EOS_NAMES)
         self.bos_id = self._special("bos_token", names, _BOS_NAMES)
         self.fingerprint = blake2b(data, digest_size=16).hexdigest()
-        self._built = None  # the next user, perhaps a worker, builds its own
+        self._built = self._words = None  # the next user, perhaps a worker, builds its own
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, without special tokens."""
@@ -112,13 +115,24 @@ class JsonTokenizer:
         return self._encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
-        # A batch of one: only `encode_batch_fast` leaves out where each token stood in the text, a fifth of the time.
-        try:
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        except TypeError:  # half a surrogate pair, which JSON can escape, is no Unicode text: U+FFFD stands for it
-            text = text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.int32)
+        library = self._library  # first, for it makes the cache of words
+        ids = self._words.encode(text, library) if self._words is not None else None
+        return library([text])[0] if ids is None else ids
+
+    @property
+    def _library(self) -> Callable[[Sequence[str]], list[np.ndarray]]:
+        tokenizer = self._tokenizer
+
+        def encode(texts: Sequence[str]) -> list[np.ndarray]:
+            # A batch even of one: only `encode_batch_fast` leaves out where each token stood in the text, a fifth of the time.
+            try:
+                found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            except TypeError:  # half a surrogate pair, which JSON can escape, is no Unicode text: U+FFFD stands for it
+                whole = [t.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace") for t in texts]
+                found = tokenizer.encode_batch_fast(whole, add_special_tokens=False)
+            return [np.array(encoding.ids, dtype=np.int32) for encoding in found]
+
+        return encode
 
     def _pieces(self, text: str) -> Iterator[str]:
         """Cut a long text where its tokens are cut, too."""
@@ -143,7 +157,7 @@ class JsonTokenizer:
                 raise ValueError(f"tokenizer={str(self.path)!r}: not a tokenizers JSON file ({error})") from None
             built.no_truncation()  # many files cut at the length of the model they were made for
             built.no_padding()
-            self._built = built
+            self._built, self._words = built, cache_for(built, _safe_places(built))
         return self._built
 
     def _special(self, role: str, names: dict[str, str], usual: tuple[str, ...]) -> int | None:
@@ -153,7 +167,7 @@ class JsonTokenizer:
         return None
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_built": None, "_place": None}
+        return {**self.__dict__, "_built": None, "_words": None, "_place": None}
 
 
 def _safe_places(tokenizer: HfTokenizer) -> list[str]:
