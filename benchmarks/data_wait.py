@@ -57,8 +57,8 @@ class Kept(DummyLogger):
             self.values.setdefault(name, {})[step or 0] = float(value)
 
     def after(self, first: int) -> dict[str, float]:
-        """Return the mean over what was logged behind the first interval."""
-        found = {name: [value for step, value in self.values[name].items() if step > first] for name in LOGGED}
+        """Return the mean over what was logged behind the first interval, of which `Straggler` tells a step later."""
+        found = {name: [value for step, value in self.values[name].items() if step > first + 1] for name in LOGGED}
         return {name: statistics.mean(values) for name, values in found.items()}
 
 
