@@ -3,7 +3,7 @@
 The position belongs to the data module, so a feed has no state of its own; it says so by an empty `state_dict`, because
 Lightning would otherwise warn that the loader cannot resume, or save one rank's position for all of them. It starts the
 loader with its first batch and not before: `configure_optimizers` may ask for the number of steps, which makes Lightning
-call `iter` before the checkpoint is loaded.
+call `iter` before the checkpoint is loaded. With worker processes, the next micro-batch is loaded in a thread while one is trained.
 """
 
 from collections import deque
@@ -11,8 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from lightning_fms.data.ahead import Ahead
 from lightning_fms.data.loader import MicroBatch, StreamLoader
 from lightning_fms.data.packing import Batch
+
+_LEAVE_S = 10.0  # for a micro-batch on its way, when the iteration ends
 
 
 class Feed:
@@ -31,7 +36,8 @@ class Feed:
         self.loader, self.length, self.rewind, self.pin = loader, length, rewind, pin
         self.delivered: deque[MicroBatch] = deque()
         self._micro_batches: Iterator[MicroBatch] | None = None
-        self._ahead: MicroBatch | Exception | None = None
+        self._thread: Ahead | None = None
+        self._next: MicroBatch | Exception | None = None
 
     def __len__(self) -> int:
         return self.length
@@ -42,24 +48,37 @@ class Feed:
         left = self.length if self.rewind else -1
         while left:
             left -= 1
-            micro, self._ahead = self._ahead or self._load(), None
+            micro, self._next = self._next or self._take(), None
             if isinstance(micro, Exception):
                 raise micro
+            if left and self.loader.num_workers:
+                self._begin_next()
             self.delivered.append(micro)
             yield micro.batch
 
     def look_ahead(self) -> MicroBatch | None:
-        """Load the next micro-batch before it is asked for, and return it.
+        """Have the next micro-batch before it is asked for, and return it.
 
         Nothing but the time of loading changes: the position is that of the last trained step. `None` if it cannot be loaded;
         the error is raised when the batch is asked for, so that the step before it is trained.
         """
-        if self._ahead is None:
-            try:
-                self._ahead = self._load()
-            except Exception as error:
-                self._ahead = error
-        return None if isinstance(self._ahead, Exception) else self._ahead
+        self._next = self._next or self._take()
+        return None if isinstance(self._next, Exception) else self._next
+
+    def _take(self) -> MicroBatch | Exception:
+        """Return the next micro-batch, or the error in its place."""
+        if self._thread is not None and self._thread.busy:
+            taken: MicroBatch | Exception = self._thread.take()
+            return taken
+        try:
+            return self._load()  # the first: workers are forked, and had better be from the main thread
+        except Exception as error:
+            return error
+
+    def _begin_next(self) -> None:
+        if self._thread is None:
+            self._thread = Ahead(torch.cuda.current_device() if self.pin else None)
+        self._thread.begin(self._load)
 
     def _load(self) -> MicroBatch:
         if self._micro_batches is None:
@@ -71,9 +90,15 @@ class Feed:
 
     def close(self) -> None:
         """Drop what is on its way and end the workers."""
-        self.loader.close()
-        self._micro_batches = self._ahead = None
+        thread, self._thread = self._thread, None
         self.delivered.clear()
+        if thread is not None and thread.busy:
+            try:
+                thread.take(_LEAVE_S)
+            except TimeoutError:
+                return  # nothing can be ended under it; workers end with this process
+        self.loader.close()
+        self._micro_batches = self._next = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the data module holds the position."""

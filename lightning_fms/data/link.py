@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from lightning_fms.data.ahead import Pace
 from lightning_fms.data.feed import Feed
 from lightning_fms.data.loader import MicroBatch, StreamLoader
 from lightning_fms.data.target_count import TargetCount
@@ -44,6 +45,7 @@ class LoaderLink(Callback):
         self.resumed_accumulate: int | None = None
         self.val_feed: Feed | None = None
         self._micro: MicroBatch | None = None
+        self._pace = Pace() if feed.pin else None
         self._counts: TargetCount | None = None
         self._total: int | None = None
         self._loss: Tensor | None = None
@@ -69,6 +71,8 @@ class LoaderLink(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Find out what the micro-batch counts for."""
+        if self._pace is not None:
+            self._pace.begin()
         first = self._micro is None or self._micro.last
         self._micro = self.feed.delivered.popleft()
         if first:

@@ -152,7 +152,7 @@ class StreamLoader:
             "bos": bos,
             "max_document_tokens": max_document_tokens,
         }
-        self._workers, self._context = num_workers, multiprocessing_context
+        self.num_workers, self._context = num_workers, multiprocessing_context
         self._rank: dict[str, Any] = {
             "batch": global_batch_size,
             "world": world_size,
@@ -325,7 +325,7 @@ class StreamLoader:
             self._running = None
 
     def _steps(self) -> Iterator[Step]:
-        return steps(self._recipe, self.slots, self._first_row, self._rows.copy(), self._workers, self._context)
+        return steps(self._recipe, self.slots, self._first_row, self._rows.copy(), self.num_workers, self._context)
 
     def _blocks(self) -> Generator[Tensor, None, None]:
         for step in self._steps():
