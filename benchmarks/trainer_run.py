@@ -93,8 +93,8 @@ def _fp8(options: set[str], device: torch.device) -> FP8Precision | None:
     on_cpu = device.type == "cpu"  # there it proves that the run works, on layers that are all too small to gain
     gather = "gather" in options
     small = on_cpu or "small" in options
-    fast = "fast" in options
-    return FP8Precision(recipes[-1], emulate=on_cpu, all_gather=gather, fast_gradients=fast, keep_small=not small)
+    exact = "exact" in options
+    return FP8Precision(recipes[-1], emulate=on_cpu, all_gather=gather, exact_gradients=exact, keep_small=not small)
 
 
 if __name__ == "__main__":

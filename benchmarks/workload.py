@@ -26,7 +26,7 @@ OPTIONS = {
     "rotary": "likewise",
     "fp8": "FP8Precision, tensorwise",
     "fused": "FP8Precision with that recipe",
-    "fast": "with fused: fast_gradients",
+    "exact": "with fused: exact_gradients",
     "rowwise": "FP8Precision with that recipe",
     "rowwise_gw_hp": "FP8Precision with that recipe",
     "small": "FP8 also where layers are small",

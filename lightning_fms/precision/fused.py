@@ -33,7 +33,7 @@ class FusedLayer(nn.Module):
     computes_by_function = True
     plain_class: type[nn.Module]
     _fused_emulate: bool
-    _fused_fast: bool
+    _fused_exact: bool
     _fused_weights: tuple[QuantizedWeight, ...] | None
 
     def _rows(self, input: Tensor) -> tuple[Tensor, torch.dtype]:
@@ -60,7 +60,7 @@ class FusedLinear(FusedLayer):
         x, dtype = self._rows(input)
         weights = self._fused_weights
         held = None if weights is None else weights[0]
-        output = linear(x, self.weight, held, self._fused_emulate, self._fused_fast).to(dtype)
+        output = linear(x, self.weight, held, self._fused_emulate, self._fused_exact).to(dtype)
         if self.bias is not None:
             output = output + self.bias.to(dtype)
         return output.view(*input.shape[:-1], -1)
@@ -76,7 +76,7 @@ class FusedGatedMLP(FusedLayer):
         x, dtype = self._rows(input)
         gate, up, down = (_linear(self, name).weight for name in self._fused_names)
         wide, narrow = self._fused_weights or (None, None)
-        output = gated_mlp(x, gate, up, down, wide, narrow, self._fused_emulate, self._fused_fast)
+        output = gated_mlp(x, gate, up, down, wide, narrow, self._fused_emulate, self._fused_exact)
         return output.to(dtype).view(input.shape)
 
 
@@ -87,7 +87,7 @@ def _linear(mlp: nn.Module, name: str) -> nn.Linear:
 
 
 def convert(
-    module: nn.Module, decisions: Sequence[Decision], emulate: bool, fast_gradients: bool = False
+    module: nn.Module, decisions: Sequence[Decision], emulate: bool, exact_gradients: bool = False
 ) -> list[Decision]:
     """Convert the chosen layers of `module` in place, and the gated MLPs that they make up.
 
@@ -95,7 +95,7 @@ def convert(
         module: any module, on any device, before `torch.compile`.
         decisions: from `selection.decide`.
         emulate: round to FP8 and multiply in fp32.
-        fast_gradients: see `row_scaled.linear`.
+        exact_gradients: see `row_scaled.linear`.
 
     Returns:
         The decisions, with a note at the layers of a gated MLP.
@@ -109,20 +109,20 @@ def convert(
         if found is not None and all(f"{name}.{layer}".lstrip(".") in chosen for layer in found):
             mlps[name] = found
     for name in chosen:
-        _convert(module.get_submodule(name), FusedLinear, emulate, fast_gradients)
+        _convert(module.get_submodule(name), FusedLinear, emulate, exact_gradients)
     for name, found in mlps.items():
         mlp = module.get_submodule(name)
-        _convert(mlp, FusedGatedMLP, emulate, fast_gradients)
+        _convert(mlp, FusedGatedMLP, emulate, exact_gradients)
         mlp.__dict__["_fused_names"] = found
     parts = [(name, part) for name, part in module.named_modules() if isinstance(part, FusedGatedMLP)]
     inside = {f"{name}.{layer}".lstrip(".") for name, part in parts for layer in part._fused_names}
     return [dataclasses.replace(d, note="one with its SwiGLU") if d.name in inside else d for d in decisions]
 
 
-def _convert(layer: nn.Module, kind: type[FusedLayer], emulate: bool, fast: bool) -> None:
+def _convert(layer: nn.Module, kind: type[FusedLayer], emulate: bool, exact: bool) -> None:
     if not isinstance(layer, FusedLayer):
         layer.__class__ = converted_class(kind, type(layer))
-        layer.__dict__.update(_fused_emulate=emulate, _fused_fast=fast, _fused_weights=None)
+        layer.__dict__.update(_fused_emulate=emulate, _fused_exact=exact, _fused_weights=None)
 
 
 def restore(module: nn.Module) -> None:

@@ -20,7 +20,7 @@ class Recipe:
         name: `tensorwise | rowwise | rowwise_gw_hp | fused`.
         emulate: compute the GEMMs in fp32 on operands rounded to FP8: the same errors, on any device, slowly.
         all_gather: cast weights before FSDP gathers them; `tensorwise` only.
-        fast_gradients: gradients are added up as outputs are, see `row_scaled.linear`; `fused` only.
+        exact_gradients: gradients are added up in fp32, see `row_scaled.linear`; `fused` only.
 
     Raises:
         ValueError: for an unknown name, or an option that the recipe does not have.
@@ -29,20 +29,23 @@ class Recipe:
     name: str
     emulate: bool = False
     all_gather: bool = False
-    fast_gradients: bool = False
+    exact_gradients: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in RECIPES:
             raise ValueError(f"recipe={self.name!r}: choose one of {', '.join(RECIPES)}")
         if self.all_gather and self.name != "tensorwise":
             raise ValueError(f"recipe={self.name!r} has no FP8 all-gather: use recipe='tensorwise' or all_gather=False")
-        if self.fast_gradients and self.name != FUSED:
-            raise ValueError(f"recipe={self.name!r} has no fast gradients: use recipe='fused' or fast_gradients=False")
+        if self.exact_gradients and self.name != FUSED:
+            raise ValueError(
+                f"recipe={self.name!r} has no exact gradients: use recipe='fused' or exact_gradients=False (rowwise_gw_hp "
+                "computes that of the weight in bf16)"
+            )
 
     def convert(self, module: nn.Module, decisions: Sequence[Decision], shards: int = 1) -> list[Decision]:
         """Convert the chosen layers in place, see `float8.convert` and `fused.convert`; decisions with notes added."""
         if self.name == FUSED:
-            return fused.convert(module, decisions, self.emulate, self.fast_gradients)
+            return fused.convert(module, decisions, self.emulate, self.exact_gradients)
         gather = self.all_gather and shards > 1
         config = float8.float8_config(self.name, emulate=self.emulate, all_gather=gather)
         return float8.convert(module, decisions, config, shards)

@@ -216,7 +216,7 @@ def linear(
     weight: Tensor,
     quantized: QuantizedWeight | None = None,
     emulate: bool = False,
-    fast_gradients: bool = False,
+    exact_gradients: bool = False,
 ) -> Tensor:
     """x W^T in FP8: bf16 [N, O] from `x` [N, D] and `weight` [O, D].
 
@@ -225,9 +225,9 @@ def linear(
         weight: its gradient comes out in bf16.
         quantized: `weight`, rounded before; None rounds it here.
         emulate: round to FP8 and multiply in fp32.
-        fast_gradients: add up both gradients in the tensor cores' own precision too, as the output always is.
+        exact_gradients: add up both gradients in fp32, and not in the tensor cores' own precision as the output is.
     """
-    return _Linear.apply(x, weight, quantized, emulate, fast_gradients)
+    return _Linear.apply(x, weight, quantized, emulate, not exact_gradients)
 
 
 def gated_mlp(
@@ -238,10 +238,10 @@ def gated_mlp(
     gate_up_quantized: QuantizedWeight | None = None,
     down_quantized: QuantizedWeight | None = None,
     emulate: bool = False,
-    fast_gradients: bool = False,
+    exact_gradients: bool = False,
 ) -> Tensor:
     """(silu(x gate^T) * (x up^T)) down^T in FP8: bf16 [N, D] from `x` [N, D], `gate` and `up` [F, D], `down` [D, F].
 
     `gate_up_quantized` holds gate above up; all else as in `linear`.
     """
-    return _GatedMLP.apply(x, gate, up, down, gate_up_quantized, down_quantized, emulate, fast_gradients)
+    return _GatedMLP.apply(x, gate, up, down, gate_up_quantized, down_quantized, emulate, not exact_gradients)

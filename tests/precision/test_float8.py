@@ -156,8 +156,8 @@ def test_wrong_options_are_refused() -> None:
         Recipe("int4")
     with pytest.raises(ValueError, match="recipe='rowwise' has no FP8 all-gather"):
         Recipe("rowwise", all_gather=True)
-    with pytest.raises(ValueError, match="recipe='tensorwise' has no fast gradients"):
-        Recipe("tensorwise", fast_gradients=True)
+    with pytest.raises(ValueError, match="recipe='tensorwise' has no exact gradients"):
+        Recipe("tensorwise", exact_gradients=True)
 
 
 def test_self_test_refuses_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
