@@ -67,16 +67,12 @@ SHAPES = {
     "8b16": Shape("llama_8b", {**LLAMA_8B, "n_layers": 16}, 128256, 8192),
     "tiny": Shape("llama_tiny", {"dim": 64, "n_layers": 5, "ffn_dim": 192}, 512, 64),
 }
-# GiB by `benchmarks/gpu.py` and `benchmarks/memory_modes.py`, see docs/performance.md.
+# GiB by `benchmarks/gpu.py`, see docs/performance.md.
 DOCUMENTED = [
     ("8b16", Configuration(kernels="all"), 77.9),
     ("8b16", Configuration(kernels="all", precision="fused"), 82.2),
-    ("8b16", Configuration(kernels="all", precision="fused", micro_batch_size=2), 99.1),
-    ("1b", Configuration(kernels="all", micro_batch_size=4), 40.3),
-    ("1b", Configuration(kernels="all", micro_batch_size=4, activation_checkpointing="selective"), 31.5),
-    ("1b", Configuration(kernels="all", micro_batch_size=4, activation_checkpointing="full"), 23.8),
-    ("1b", Configuration(kernels="all", micro_batch_size=4, activation_offload=True), 24.3),
-    ("1b", Configuration(kernels="all", micro_batch_size=4, precision="fused"), 40.5),
+    ("8b16", Configuration(kernels="all", precision="fused", micro_batch_size=2), 97.6),
+    ("1b", Configuration(kernels="all", micro_batch_size=4), 39.8),
 ]
 
 Case = tuple[str, Configuration]

@@ -367,7 +367,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | Non
         )
     if ctx.ready is None:
         grads = _recomputed(ctx, grad_loss)
-    elif type(grad_loss) is Tensor and type(ctx.ready[0]) is Tensor:
+    elif _is_plain(grad_loss, ctx.ready[0]):
         grads, ctx.ready = ctx.ready, None
         for grad in grads:
             scale_in_place(grad, grad_loss, ctx.options[5])
@@ -375,6 +375,10 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | Non
         grads = tuple(grad * grad_loss.to(grad.dtype) for grad in ctx.ready)
     grad_hidden, grad_weight, grad_bias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
     return grad_hidden, grad_weight, grad_bias, *(None,) * 10
+
+
+def _is_plain(*tensors: Tensor) -> bool:
+    return all(type(tensor) is Tensor for tensor in tensors)
 
 
 def _recomputed(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, ...]:

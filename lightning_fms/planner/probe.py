@@ -183,7 +183,7 @@ def depth_pair(depth: int, period: int, reach: int = 0) -> tuple[int, ...]:
     """Numbers of blocks to probe for a model of `depth` blocks: two small ones of the same kind, or itself where small.
 
     Both have `depth`'s remainder by `period`, so that the last block is of the kind that it is in the model. `reach` is how many
-    blocks away a block still has memory (that is on its way to the host, say).
+    blocks away a block still has memory (that is on its way to the host, or being reduced, say).
     """
     least = period + 1 + reach
     first = least + (depth - least) % period

@@ -3,10 +3,12 @@
 Called once in the process of a probe, which does nothing else afterwards.
 """
 
+import importlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_fms.distributed import offload, one_pass_optimizer
@@ -21,6 +23,10 @@ def accept_fake_tensors() -> None:
     """Let the suite run on fake tensors, for the rest of this process."""
     fake_safe_swap()
     swap._needs_real_logits = _needs_real_logits
+    loss: Any = importlib.import_module(
+        "lightning_fms.kernels.linear_cross_entropy"
+    )  # its package has a function of that name
+    loss._is_plain = _is_plain
     one_pass_optimizer._OnePass._takes = _takes  # type: ignore[method-assign]
     one_pass_optimizer._OnePass._count = _count  # type: ignore[method-assign]
     one_pass_optimizer.adam_step = _in_place  # type: ignore[assignment]
@@ -32,6 +38,11 @@ def accept_fake_tensors() -> None:
 def _needs_real_logits(head: nn.Linear, input: Tensor) -> bool:
     """As the kernels decide for real tensors; they pass fake ones by."""
     return any(isinstance(m, FSDPModule) for m in head.__dict__[swap._STATE].ancestors)
+
+
+def _is_plain(*tensors: Tensor) -> bool:
+    """Gradients of the loss are scaled in place, as real ones are; what the kernels meet while they are traced is no such thing."""
+    return all(type(tensor) is FakeTensor for tensor in tensors)
 
 
 def _takes(self: Any, param: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> bool:

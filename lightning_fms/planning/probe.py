@@ -52,7 +52,7 @@ def _probe(job: Mapping[str, Any], structure: Structure, graphs: Graphs, fake: F
     with process_group(structure) as mesh, fake:
         named = job["config"]["strategy"].get("blocks")
         depth = len(find_blocks(app.lightning_module(OmegaConf.create(job["config"])), named))
-        for blocks in depth_pair(depth, period, OFFLOAD_REACH if structure.activation_offload else 0):
+        for blocks in depth_pair(depth, period, _reach(structure, job["config"]["strategy"].get("prefetch", 1))):
             graphs.tracker = MemoryTracker()
             made = assemble(job, structure, mesh, blocks if blocks != depth else None, graphs=graphs)
             result |= {"head": made.head, "groups": made.groups}
@@ -61,6 +61,11 @@ def _probe(job: Mapping[str, Any], structure: Structure, graphs: Graphs, fake: F
                 for variant, peaks in found.items():
                     result["grid"][variant][f"{rows},{len(made.subject.blocks)}"] = peaks
     return {**result, "depth": depth}
+
+
+def _reach(structure: Structure, prefetch: int) -> int:
+    """How many blocks away a block still has memory: on its way to the host, gathered early, or in a reduction that runs."""
+    return max(OFFLOAD_REACH if structure.activation_offload else 0, prefetch if structure.wrapped else 0)
 
 
 def main() -> None:

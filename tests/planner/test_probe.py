@@ -69,6 +69,13 @@ def test_recomputation_keeps_less(found: dict[str, Any]) -> None:
     assert peaks(found, "full")["forward -1"][0] < peaks(found, "shard")["forward -1"][0]
 
 
+def test_what_a_block_leaves_for_the_next_to_reduce_does_not_grow_with_depth(found: dict[str, Any]) -> None:
+    configuration, known = found["full"]
+    deep = {name: peak for name, (peak, _) in at_size(known.grids[variant_of(configuration)], 2, 40).items()}
+    middle, ends = (max(deep[f"backward {block}"] for block in blocks) for blocks in ((1, -2), (0, -1)))
+    assert middle <= 1.05 * ends
+
+
 def test_a_model_that_cannot_be_built_is_a_result_with_its_reason() -> None:
     configuration = Configuration()
     known = probe(job(dim=65), [configuration], 1)[structure_of(configuration)]
@@ -78,6 +85,7 @@ def test_a_model_that_cannot_be_built_is_a_result_with_its_reason() -> None:
 
 def test_scratch_is_a_chunk_of_logits_and_a_wide_gradient_where_chunks_are_many() -> None:
     assert scratch_bytes(128, 1000, 64) == 128 * 1000 * 2
-    few, many = scratch_bytes(8192, 128_256, 4096), scratch_bytes(16_384, 128_256, 4096)
+    few, larger, many = (scratch_bytes(tokens, 128_256, 4096) for tokens in (8192, 16_384, 65_536))
     assert few <= 512 * 2**20
+    assert larger == pytest.approx(2 * few, rel=0.05)  # less than the wide gradient would take
     assert many == pytest.approx(few + 4 * 128_256 * 4096, rel=0.05)
