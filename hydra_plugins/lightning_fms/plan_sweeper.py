@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,10 @@ class PlanSweeper(Sweeper):
             started += len(jobs)
             return [_trial(job) for job in returned]
 
-        left = search.remembered(folder, lambda: search.possible(cfg.copy(), choices, settings, hardware), self.first)
+        asked = {"command": sorted(arguments), "hardware": self.hardware, "first": self.first, **plain}
+        asked.pop("processes", None)  # decides nothing but the time it takes
+        find = partial(search.possible, cfg.copy(), choices, settings, hardware)
+        left = search.remembered(folder, find, self.first, asked)
         found = search.search(left, cfg, arguments, trials, self.steps)
         search.publish(folder, found, cfg, choices)
         return found.overrides()

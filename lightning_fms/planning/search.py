@@ -1,7 +1,7 @@
 """What `hydra/sweeper=plan` does: leave out what cannot fit, run the rest for a few steps each, and the better third for more.
 
-The folder of the sweep has all that a killed one needs to go on: `space.json` says which configurations were left, in their
-order, and the launcher's record which of their jobs have ended.
+The folder of the sweep has all that a killed one needs to go on: `space.json` says what was asked and which configurations were
+left, in their order, and the launcher's record which of their jobs have ended.
 """
 
 import json
@@ -70,11 +70,30 @@ def possible(
     return ranked(candidates), len(space)
 
 
-def remembered(folder: Path, find: Callable[[], tuple[list[Candidate], int]], first: int | None) -> list[Configuration]:
-    """The configurations of the first round: those on record in the sweep's folder, else found now and put on record."""
+def remembered(
+    folder: Path, find: Callable[[], tuple[list[Candidate], int]], first: int | None, asked: Mapping[str, Any]
+) -> list[Configuration]:
+    """The configurations of the first round: those on record in the sweep's folder, else found now and put on record.
+
+    Args:
+        folder: of the sweep.
+        find: predicts: what may fit, and how many there are in all.
+        first: only so many.
+        asked: what decides about the search, as JSON holds it.
+
+    Raises:
+        ConfigError: the folder is that of a search for which something else was asked; or nothing fits.
+    """
     path = folder / SPACE
     if path.exists():
-        return [Configuration(**fields) for fields in json.loads(path.read_text())]
+        record = json.loads(path.read_text())
+        for name, value in asked.items():
+            if record["asked"].get(name) != value:
+                raise ConfigError(
+                    f"the search in {folder} was begun with {name}={record['asked'].get(name)}, and this command has {value}; "
+                    "give what it was begun with to go on, or another hydra.sweep.dir to begin anew"
+                )
+        return [Configuration(**fields) for fields in record["left"]]
     candidates, every = find()
     if not candidates:
         raise ConfigError(f"nothing of {every} configurations fits; give more or larger devices")
@@ -82,7 +101,8 @@ def remembered(folder: Path, find: Callable[[], tuple[list[Candidate], int]], fi
     print(f"plan: {every} configurations, {every - len(candidates)} cannot fit; {len(chosen)} are measured", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}")
-    aside.write_text(json.dumps([asdict(configuration) for configuration in chosen], indent=1))
+    left = [asdict(configuration) for configuration in chosen]
+    aside.write_text(json.dumps({"asked": dict(asked), "left": left}, indent=1))
     aside.replace(path)
     return chosen
 

@@ -7,6 +7,7 @@ import pytest
 from app_runs import SHORT, call, start
 from omegaconf import OmegaConf
 
+from lightning_fms.config_check import ConfigError
 from lightning_fms.launch.jobs import read_record
 from lightning_fms.planner.space import Configuration
 from lightning_fms.planning.search import overrides_of, remembered
@@ -51,5 +52,18 @@ def test_a_trial_keeps_what_was_typed_but_for_what_it_decides() -> None:
 
 
 def test_a_second_start_takes_the_space_on_record(tmp_path: Path) -> None:
-    (tmp_path / "space.json").write_text(json.dumps([{"micro_batch_size": 3}]))
-    assert remembered(tmp_path, lambda: ([], 0), None) == [Configuration(micro_batch_size=3)]
+    asked = {"command": ["optimizer.lr=1e-3"], "hardware": "h200"}
+    record = {"asked": asked, "left": [{"micro_batch_size": 3}]}
+    (tmp_path / "space.json").write_text(json.dumps(record))
+    assert remembered(tmp_path, lambda: ([], 0), None, asked) == [Configuration(micro_batch_size=3)]
+
+
+def test_another_command_in_the_folder_of_a_search_is_refused(tmp_path: Path) -> None:
+    record = {"asked": {"command": ["a=1"], "hardware": "h200"}, "left": [{"micro_batch_size": 3}]}
+    (tmp_path / "space.json").write_text(json.dumps(record))
+    with pytest.raises(
+        ConfigError, match=r"begun with command=\['a=1'\], and this command has \['a=2'\].*hydra.sweep.dir"
+    ):
+        remembered(tmp_path, lambda: ([], 0), None, {"command": ["a=2"], "hardware": "h200"})
+    with pytest.raises(ConfigError, match="begun with hardware=h200, and this command has h100"):
+        remembered(tmp_path, lambda: ([], 0), None, {"command": ["a=1"], "hardware": "h100"})
