@@ -11,25 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from steps import load, save, tensors
 
 from lightning_fms.distributed import CheckpointError, checkpoint, commit, latest_committed
-
-
-def tensors(step: int) -> dict[str, torch.Tensor]:
-    return {"model.a": torch.full((4, 3), float(step)), "model.b": torch.tensor(float(step))}
-
-
-def save(path: Path, step: int) -> None:
-    checkpoint.save(path, tensors(step), {"step": step, "nested": [1, {"x": torch.ones(2)}]}, step)
-
-
-def load(path: Path) -> int:
-    checkpoint.verify(path)
-    target = {name: torch.zeros_like(t) for name, t in tensors(0).items()}
-    checkpoint.load_tensors(path, target)
-    step = checkpoint.load_state(path)["step"]
-    assert all(torch.equal(target[name], t) for name, t in tensors(step).items()), "torn: tensors of another step"
-    return int(step)
 
 
 class Crash(BaseException):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from bucket import Bucket, Killed, open_bucket
 from gloo_world import run_world
+from steps import load, save
 from tiny import Run, Tiny, fit
 
 from lightning_fms.callbacks import BadSteps, DataTrail, GoodputLog, HangWatchdog, StepCheckpoint
@@ -40,23 +41,6 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("FMS_TEST_BUCKET", "")
     yield open_bucket(tmp_path / "bucket")
     Bucket.fatal, Bucket.dead = -1, False
-
-
-def tensors(step: int) -> dict[str, torch.Tensor]:
-    return {"model.a": torch.full((4, 3), float(step)), "model.b": torch.tensor(float(step))}
-
-
-def save(path: Path, step: int) -> None:
-    checkpoint.save(path, tensors(step), {"step": step}, step)
-
-
-def load(path: Path) -> int:
-    checkpoint.verify(path)
-    target = {name: torch.zeros_like(t) for name, t in tensors(0).items()}
-    checkpoint.load_tensors(path, target)
-    step = checkpoint.load_state(path)["step"]
-    assert all(torch.equal(target[name], t) for name, t in tensors(step).items()), "torn: tensors of another step"
-    return int(step)
 
 
 @pytest.mark.parametrize("scenario", ["new", "overwrite", "rotate"])
