@@ -126,11 +126,18 @@ def ddp(folder: Path) -> dict[str, Any]:
 
 
 def ours(
-    fp8: FP8Precision | None, devices: int, save_to: Path | None = None, meta: bool = False, compile: bool = False
+    fp8: FP8Precision | None,
+    devices: int,
+    save_to: Path | None = None,
+    meta: bool = False,
+    compile: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """A fit under the suite's strategy: losses, and the weights that it ended with."""
     torch.manual_seed(0)
-    strategy = FSDPCompileStrategy(compile=compile, compile_options={"backend": "aot_eager"}, compile_strict=True)
+    strategy = FSDPCompileStrategy(
+        compile=compile, compile_options={"backend": "aot_eager"}, compile_strict=True, **options
+    )
     run, losses = trainer(
         fp8=fp8, devices=devices, strategy=strategy, use_distributed_sampler=False, log_every_n_steps=1
     )
@@ -272,6 +279,21 @@ def test_fused_layers_on_two_ranks_round_what_was_gathered_as_one_device_rounds_
     pairs = zip(*(found["ours_fused"]["losses"] for found in results), strict=True)
     assert [sum(pair) / WORLD for pair in pairs] == pytest.approx(alone["losses"], abs=0.03)
     assert results[0]["ours_fused"]["float8_layers"] == alone["float8_layers"] == 14
+
+
+def two_copies(recipes: tuple[str, ...]) -> dict[str, list[float]]:
+    dist.init_process_group("gloo")
+    return {recipe: ours(plugin(recipe), 4, replicate=2)["losses"] for recipe in recipes}
+
+
+def test_two_copies_of_two_shards_train_as_one_device_does() -> None:
+    recipes = ("tensorwise", "fused")
+    results = run_world(two_copies, 4, recipes)
+    for recipe in recipes:
+        alone = ours(plugin(recipe), 1)["losses"]
+        together = [sum(losses) / 4 for losses in zip(*(found[recipe] for found in results), strict=True)]
+        assert together == pytest.approx(alone, abs=0.05), recipe
+        assert together[-1] < together[0] - 1
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "fused"])
