@@ -31,6 +31,8 @@ _LEAVE_ASCII_ALONE = (normalizers.NFC, normalizers.NFD, normalizers.NFKC, normal
 # An escape, the bounds of a class, or an anchor. Anything else means the same in both dialects.
 _PARTS = re.compile(r"\\p\{(?P<category>\w+)\}|\\(?P<escape>.)|(?P<bound>[\[\]])|(?P<anchor>[$^])", re.DOTALL)
 _SAME_ESCAPES = frozenset("rntfvsSd.'\"|?*+()[]{}/-")
+_CATEGORY = re.compile(r"[LMNPSZC][a-z]?")  # other properties are more than the first letters of a category
+_OTHER_MEANING = re.compile(r"\(\?(?!i:|:|!|=|<[!=]|>)|&&")  # flags, and classes cut with classes
 
 
 class WordCache:
@@ -156,10 +158,14 @@ def _split_of(step: dict) -> str | None:
 def translated(expression: str) -> re.Pattern[str] | None:
     """Return an expression of the library's dialect (Oniguruma's) in `re`'s, for ASCII text; `None` if that is not certain."""
     classes = 0  # open ones
+    if _OTHER_MEANING.search(expression):
+        return None
 
     def part(found: re.Match[str]) -> str:
         nonlocal classes
         if category := found["category"]:
+            if not _CATEGORY.fullmatch(category):
+                raise re.error(f"{category} is no general category")
             members = "".join(re.escape(c) for c in _ASCII if unicodedata.category(c).startswith(category))
             return members if classes else f"[{members}]" if members else r"(?!)"
         if escape := found["escape"]:

@@ -46,6 +46,9 @@ NOT_CACHED = {
     "two steps": pre_tokenizers.Sequence([pre_tokenizers.Digits(), byte_level()]),
     "another expression": split(r"^\w+|\s+"),
     "a class in a class": split(r"[[:alpha:]]+|\s+"),
+    "a class cut with another": split(r"[\S&&\p{L}]+|\s+"),
+    "another property": split(r"\p{Alphabetic}+|\s+"),
+    "flags of another dialect": split(r"(?m:.)+"),
     "metaspace": pre_tokenizers.Metaspace(),
     "none": None,
 }
