@@ -90,7 +90,13 @@ class PlanSweeper(Sweeper):
             started += len(jobs)
             return [_trial(job) for job in returned]
 
-        asked = {"command": sorted(arguments), "hardware": self.hardware, "first": self.first, **plain}
+        asked = {
+            "command": sorted(arguments),
+            "hardware": self.hardware,
+            "first": self.first,
+            "steps": self.steps,
+            **plain,
+        }
         asked.pop("processes", None)  # decides nothing but the time it takes
         find = partial(search.possible, cfg.copy(), choices, settings, hardware)
         left = search.remembered(folder, find, self.first, asked)

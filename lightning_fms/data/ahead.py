@@ -60,12 +60,12 @@ class Ahead:
 
 
 def _work(calls: SimpleQueue, results: SimpleQueue, device: int | None) -> None:
-    if device is not None:
-        torch.cuda.set_device(device)  # a new thread is at the first one
     while (call := calls.get()) is not None:
         try:
+            if device is not None:
+                torch.cuda.set_device(device)  # a new thread is at the first one
             result = call()
-        except Exception as error:
+        except BaseException as error:  # whatever it is: who waits for a result must get one
             result = error
         results.put(result)
         del call, result  # a batch is not to wait here for the next one

@@ -37,7 +37,7 @@ class Feed:
         self.delivered: deque[MicroBatch] = deque()
         self._micro_batches: Iterator[MicroBatch] | None = None
         self._thread: Ahead | None = None
-        self._next: MicroBatch | Exception | None = None
+        self._next: MicroBatch | BaseException | None = None
 
     def __len__(self) -> int:
         return self.length
@@ -45,11 +45,15 @@ class Feed:
     def __iter__(self) -> Iterator[Batch]:
         if self.rewind:
             self.close()
+            if self._thread is not None:
+                raise RuntimeError(
+                    f"the batch before is not there after {_LEAVE_S:g} s: the data is too slow, or a worker hangs"
+                )
         left = self.length if self.rewind else -1
         while left:
             left -= 1
             micro, self._next = self._next or self._take(), None
-            if isinstance(micro, Exception):
+            if isinstance(micro, BaseException):
                 raise micro
             if left and self.loader.num_workers:
                 self._begin_next()
@@ -63,12 +67,12 @@ class Feed:
         the error is raised when the batch is asked for, so that the step before it is trained.
         """
         self._next = self._next or self._take()
-        return None if isinstance(self._next, Exception) else self._next
+        return None if isinstance(self._next, BaseException) else self._next
 
-    def _take(self) -> MicroBatch | Exception:
+    def _take(self) -> MicroBatch | BaseException:
         """Return the next micro-batch, or the error in its place."""
         if self._thread is not None and self._thread.busy:
-            taken: MicroBatch | Exception = self._thread.take()
+            taken: MicroBatch | BaseException = self._thread.take()
             return taken
         try:
             return self._load()  # the first: workers are forked, and had better be from the main thread
@@ -89,14 +93,17 @@ class Feed:
         return micro
 
     def close(self) -> None:
-        """Drop what is on its way and end the workers."""
-        thread, self._thread = self._thread, None
+        """Drop what is on its way and end the workers.
+
+        A batch that is still being loaded after 10 s is left to its thread; a later call waits for it again.
+        """
         self.delivered.clear()
-        if thread is not None and thread.busy:
+        if self._thread is not None and self._thread.busy:
             try:
-                thread.take(_LEAVE_S)
+                self._thread.take(_LEAVE_S)
             except TimeoutError:
                 return  # nothing can be ended under it; workers end with this process
+        self._thread = None
         self.loader.close()
         self._micro_batches = self._next = None
 

@@ -32,7 +32,10 @@ _LEAVE_ASCII_ALONE = (normalizers.NFC, normalizers.NFD, normalizers.NFKC, normal
 _PARTS = re.compile(r"\\p\{(?P<category>\w+)\}|\\(?P<escape>.)|(?P<bound>[\[\]])|(?P<anchor>[$^])", re.DOTALL)
 _SAME_ESCAPES = frozenset("rntfvsSd.'\"|?*+()[]{}/-")
 _CATEGORY = re.compile(r"[LMNPSZC][a-z]?")  # other properties are more than the first letters of a category
-_OTHER_MEANING = re.compile(r"\(\?(?!i:|:|!|=|<[!=]|>)|&&")  # flags, and classes cut with classes
+# Flags; classes with operators; `{1,3}+`, which is possessive here only, and its like; letters that are several without case.
+_OTHER_MEANING = re.compile(
+    r"\(\?(?!i:|:|!|=|<[!=]|>)|&&|\|\||~~|--|\{\d*,?\d*\}[+?*]|\{,|\(\?i:(?=[^)]*(?:[^\x00-\x7f]|\\p\{(?:Lu|Ll|Lt)))"
+)
 
 
 class WordCache:
@@ -46,8 +49,11 @@ class WordCache:
 
     def __init__(self, tokenizer: Tokenizer, expression: re.Pattern[str], places: re.Pattern[str] | None) -> None:
         self._split, self._places, self._ids = expression.findall, places, _Ids(tokenizer)
-        added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-        self._added = tuple({content[:2] for content in added})  # few: they begin alike
+        added, normalizer = list(tokenizer.get_added_tokens_decoder().values()), tokenizer.normalizer
+        contents = {token.content for token in added}
+        if normalizer is not None:  # the library looks for these tokens in normalized text: for `TM` where one is `™`
+            contents |= {normalizer.normalize_str(token.content) for token in added if token.normalized}
+        self._added = tuple({content[:2] for content in contents})  # few: they begin alike
 
     def encode(self, text: str, library: Callable[[Sequence[str]], Iterable[np.ndarray]]) -> np.ndarray | None:
         """Return the ids of a text (int32), or `None` if it is one for the library.
@@ -68,7 +74,7 @@ class WordCache:
 
     def _of_ascii(self, text: str) -> np.ndarray | None:
         words = self._split(text)
-        if sum(map(len, words)) != len(text):  # the expression leaves something out
+        if sum(map(len, words)) != len(text) or not all(words):  # something is left out, or cut at nothing
             return None
         return np.fromiter(itertools.chain.from_iterable(map(self._ids.__getitem__, words)), dtype=np.int32)
 
@@ -143,7 +149,7 @@ def word_expression(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     if tokenizer.normalizer is not None and type(tokenizer.normalizer) not in _LEAVE_ASCII_ALONE:
         return None
     steps = json.loads(tokenizer.pre_tokenizer.__getstate__())
-    *before, last = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
+    *before, last = (steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]) or [{"type": None}]
     if last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return None
     expressions = [_split_of(step) for step in before] + ([_GPT_2] if last["use_regex"] else [])
@@ -181,9 +187,10 @@ def translated(expression: str) -> re.Pattern[str] | None:
         return found[0]
 
     try:
-        return re.compile(_PARTS.sub(part, expression), re.ASCII)
+        compiled = re.compile(_PARTS.sub(part, expression), re.ASCII)
     except re.error:
         return None
+    return None if compiled.groups else compiled  # of groups `findall` would return the parts
 
 
 def _agrees(cache: WordCache, tokenizer: Tokenizer) -> bool:

@@ -234,7 +234,7 @@ def _chunks(
     hidden: Tensor, weight: Tensor, chunk_bytes: int, accumulate: str, needs: tuple[bool, bool, bool]
 ) -> tuple[int, bool]:
     """`plan_chunks` where its question is asked: a weight without gradient, or of fp32, has nothing to sum more widely."""
-    asked = needs[1] and weight.element_size() <= hidden.element_size() < 4
+    asked = needs[1] and weight.element_size() < 4
     shape = (weight.shape[0], weight.shape[1])
     return plan_chunks(hidden.shape[0], shape, hidden.element_size(), chunk_bytes, accumulate if asked else "native")
 

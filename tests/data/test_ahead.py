@@ -11,7 +11,7 @@ import torch
 from chains import write_jsonl
 
 from lightning_fms.data import StreamLoader
-from lightning_fms.data.ahead import Ahead
+from lightning_fms.data.ahead import Ahead, Pace
 from lightning_fms.data.feed import Feed
 from lightning_fms.data.loader import MicroBatch
 
@@ -41,6 +41,41 @@ def test_a_call_is_made_elsewhere_and_its_result_or_error_taken_here() -> None:
     ahead.begin(lambda: 1 // 0)
     assert isinstance(ahead.take(), ZeroDivisionError)
     assert not ahead.busy
+
+
+def test_an_exit_in_a_call_is_told_of() -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    ahead = Ahead()
+    ahead.begin(leave)
+    assert isinstance(ahead.take(20), SystemExit)
+
+
+class Event:
+    """In the place of a CUDA event: what was recorded and waited for, in order."""
+
+    log: list[str] = []
+
+    def __init__(self, blocking: bool) -> None:
+        self.number = 0
+
+    def synchronize(self) -> None:
+        if self.number:
+            Event.log.append(f"wait {self.number}")
+
+    def record(self) -> None:
+        self.number = 1 + sum(entry.startswith("begin") for entry in Event.log)
+        Event.log.append(f"begin {self.number}")
+
+
+def test_a_host_is_held_to_so_many_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "log", [])
+    pace = Pace(2)
+    for _ in range(4):
+        pace.begin()
+    assert Event.log == ["begin 1", "begin 2", "wait 1", "begin 3", "wait 2", "begin 4"]
 
 
 def test_a_call_that_takes_too_long_can_be_taken_later() -> None:
@@ -123,4 +158,21 @@ def test_closing_waits_for_the_batch_on_its_way(data: dict[str, Any]) -> None:
     assert go_on.is_set()
     feed._load = load  # type: ignore[method-assign]
     assert next(iter(feed))["input_ids"].shape == (2, 24)  # a new iteration begins
+    feed.close()
+
+
+def test_a_feed_that_could_not_be_closed_is_closed_later(data: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_fms.data.feed._LEAVE_S", 0.05)
+    feed, go_on = Feed(StreamLoader(**data, num_workers=1), 9, rewind=True), threading.Event()
+    batches, load = iter(feed), feed._load
+    next(batches)
+    feed._thread.take()  # type: ignore[union-attr]
+    feed._load = lambda: (go_on.wait(20), load())[1]  # type: ignore[method-assign]
+    feed._begin_next()
+    with pytest.raises(RuntimeError, match=r"not there after 0\.05 s"):
+        next(iter(feed))
+    go_on.set()
+    monkeypatch.setattr("lightning_fms.data.feed._LEAVE_S", 20)
+    feed._load = load  # type: ignore[method-assign]
+    assert next(iter(feed))["input_ids"].shape == (2, 24)
     feed.close()

@@ -39,6 +39,7 @@ CACHED = {
     "qwen": split(LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")),
     "gpt-4o": split(GPT_4O),
     "leaves gaps": split(r"\p{L}+|\s+"),
+    "may match nothing": split(r"\p{L}*|\s+"),
 }
 NOT_CACHED = {
     "prefix space": byte_level(add_prefix_space=True),
@@ -49,6 +50,12 @@ NOT_CACHED = {
     "a class cut with another": split(r"[\S&&\p{L}]+|\s+"),
     "another property": split(r"\p{Alphabetic}+|\s+"),
     "flags of another dialect": split(r"(?m:.)+"),
+    "a repeated repetition": split(r"\p{N}{1,3}+|\p{L}+|\s+"),
+    "a lazy repetition": split(r"a{2}?b|\p{L}+|\s+"),
+    "letters that are two without case": split(r"(?i:ß)|\p{L}+|\s+"),
+    "groups": split(r"(\p{L})(\p{L}*)|\s+"),
+    "an operator in a class": split(r"[a||b]+|\s+"),
+    "no steps": pre_tokenizers.Sequence([]),
     "metaspace": pre_tokenizers.Metaspace(),
     "none": None,
 }
@@ -139,6 +146,27 @@ def test_a_text_that_holds_an_added_token_is_the_library_s(saved: dict[str, Path
     ours = JsonTokenizer(tmp_path / "a.json")
     for text in ("in the cab now", "in the cabs now", "x<|end|>y", "a < b"):
         assert ours.encode(text).tolist() == built.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "content", "texts"),
+    [
+        (normalizers.NFKC(), "\u2122", ["the TM ab", "the \u2122 ab"]),
+        (normalizers.NFKC(), "\u2026", ["ab ... cab"]),
+        (normalizers.NFC(), "\u212aab", ["ab Kab cab"]),
+    ],
+)
+def test_an_added_token_is_found_in_normalized_text(
+    tmp_path: Path, normalizer: normalizers.Normalizer, content: str, texts: list[str]
+) -> None:
+    built = build(byte_level())
+    built.normalizer = normalizer
+    built.add_tokens([AddedToken(content, normalized=True)])
+    built.save(str(tmp_path / "a.json"))
+    ours = JsonTokenizer(tmp_path / "a.json")
+    for text in texts:
+        assert ours.encode(text).tolist() == built.encode(text, add_special_tokens=False).ids
+    assert ours._words is not None
 
 
 def test_plain_text_never_reaches_the_library(saved: dict[str, Path]) -> None:

@@ -94,6 +94,22 @@ def test_native_accumulation_stays_close_to_one_gemm_up_to_its_limit() -> None:
     assert auto == native <= 1.5 * eager_
 
 
+@pytest.mark.parametrize("accumulate", ["auto", "fp32"])
+def test_a_narrow_weight_under_wide_hidden_states_is_summed_in_fp32(accumulate: str) -> None:
+    torch.manual_seed(0)
+    hidden, target = torch.randn(4096, 64), torch.randint(0, 1024, (4096,))
+    weight = (torch.randn(1024, 64) * 0.02).bfloat16().requires_grad_()
+    exact = weight.detach().double().requires_grad_()
+    (true,) = torch.autograd.grad(eager(hidden.double(), exact, target), exact)
+
+    def error(how: str) -> float:
+        loss = linear_cross_entropy(hidden, weight, target, chunk_bytes=ONE_TILE, accumulate=how)
+        (ours,) = torch.autograd.grad(loss, weight)
+        return float((ours.double() - true).norm() / true.norm())
+
+    assert error(accumulate) < 0.5 * error("native")
+
+
 def test_fp32_weight_keeps_an_fp32_gradient_under_autocast() -> None:
     tensors, target = inputs(torch.float32)
     hidden, weight, bias = tensors
