@@ -3,13 +3,14 @@
 `Path("s3://bucket/run")` is without a word the folder `s3:/bucket/run` below the current one. `place` tells addresses from folders,
 and gives for an address a `Path` whose file operations go to the store; `/`, `name`, `parent` are those of any path. There is no
 rename: a store has none. Credentials and settings are those of the store's own package (`s3fs`, `gcsfs`, `adlfs`) or of fsspec's
-configuration files. What a store raises is an OSError here, whatever it was.
+configuration files. What a store raises is an OSError here, whatever it was; a request that only reads is made again before that.
 """
 
 import fnmatch
 import io
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PosixPath
@@ -18,6 +19,14 @@ from typing import Any
 import fsspec
 
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)", re.DOTALL)  # `Path` makes one slash of two
+
+# Before a request that only reads is made again, in seconds. Packages of stores try again, too, but not all, and not for long.
+_WAITS_S = (1.0, 4.0)
+_ANSWERS = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+
+class StoreError(OSError):
+    """A store that could not be read: nothing is known of what is there."""
 
 
 def place(path: str | Path) -> Path:
@@ -74,10 +83,35 @@ class RemotePath(PosixPath):
             system.invalidate_cache()  # other processes write, too
             return operation(system, system._strip_protocol(str(self)))
 
+    def ask(self, request: Callable[[], Any]) -> Any:
+        """What a request that only reads returns; made again after a while where the store fails.
+
+        Raises:
+            FileNotFoundError: nothing is there, which is an answer.
+            StoreError: the store failed each time, or refuses.
+        """
+        waits = list(_WAITS_S)
+        while True:
+            try:
+                with _os_errors(self):
+                    return request()
+            except (StoreError, *_ANSWERS):
+                raise
+            except OSError as error:
+                if not waits or isinstance(error, PermissionError):
+                    raise StoreError(
+                        f"{self}: the store cannot be read, so nothing is known of what is there: {error}. Check the network, the "
+                        "credentials and the address, and start again"
+                    ) from error
+                time.sleep(waits.pop(0))
+
+    def _read(self, operation: Callable[[Any, str], Any]) -> Any:
+        return self.ask(lambda: self._do(operation))
+
     def _kind(self) -> str | None:
         """'file', 'directory' or None for nothing. fsspec's own questions take any error for a no: a store that is down, too."""
         try:
-            return str(self._do(lambda system, key: system.info(key))["type"])
+            return str(self._read(lambda system, key: system.info(key))["type"])
         except FileNotFoundError:
             return None
 
@@ -100,7 +134,7 @@ class RemotePath(PosixPath):
     def iterdir(self) -> Any:
         """What is directly below; nothing where nothing is."""
         try:
-            names = self._do(lambda system, key: system.ls(key, detail=False))
+            names = self._read(lambda system, key: system.ls(key, detail=False))
         except FileNotFoundError:
             names = []
         last = {str(name).rstrip("/").rpartition("/")[2] for name in names}
@@ -114,11 +148,11 @@ class RemotePath(PosixPath):
         """All objects below; for the pattern `*` alone."""
         assert pattern == "*"
         base = len(self._do(lambda system, key: key.rstrip("/"))) + 1
-        return iter([self / str(name)[base:] for name in self._do(lambda system, key: system.find(key))])
+        return iter([self / str(name)[base:] for name in self._read(lambda system, key: system.find(key))])
 
     def stat(self, **_: Any) -> os.stat_result:
         """Size, and no other field."""
-        size = int(self._do(lambda system, key: system.info(key)).get("size") or 0)
+        size = int(self._read(lambda system, key: system.info(key)).get("size") or 0)
         return os.stat_result((0, 0, 0, 0, 0, 0, size, 0, 0, 0))
 
     def resolve(self, strict: bool = False) -> "RemotePath":
@@ -131,7 +165,7 @@ class RemotePath(PosixPath):
 
     def read_bytes(self) -> bytes:
         """The whole object."""
-        return bytes(self._do(lambda system, key: system.cat_file(key)))
+        return bytes(self._read(lambda system, key: system.cat_file(key)))
 
     def read_text(self, *_: Any, **__: Any) -> str:
         """The whole object as text."""

@@ -100,7 +100,7 @@ def _package(frame: FrameType) -> str:
 def _says_what_happened(error: Exception) -> bool:
     """Whether an error is no mistake in a config and yet needs no traceback: memory or a disk is full, a store is gone."""
     failed_save = type(error).__name__ == "CheckpointError" and error.__cause__ is not None
-    return failed_save or type(error).__name__ == "OutOfMemory"
+    return failed_save or type(error).__name__ in ("OutOfMemory", "StoreError")
 
 
 def report(error: Exception, with_traceback: bool = False, command: str = "fms-train") -> NoReturn:

@@ -16,7 +16,7 @@ TREE = Path(__file__).parents[1]
 PAGE = TREE / "docs" / "errors.md"
 KINDS = {
     "ValueError", "ConfigError", "CheckpointError", "DocumentError", "NotImplementedError", "FileNotFoundError", "RuntimeError",
-    "TooManyBadSteps", "WorkerDied", "Unsearchable",
+    "TooManyBadSteps", "WorkerDied", "Unsearchable", "StoreError",
 }  # fmt: skip
 PARTS = {
     "": (

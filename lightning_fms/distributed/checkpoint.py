@@ -38,7 +38,7 @@ from lightning_fms.distributed.commit import CheckpointError
 from lightning_fms.distributed.full_disk import said_of_full_disk
 from lightning_fms.distributed.objects import Objects, ObjectWriter
 from lightning_fms.local_paths import refuse_remote
-from lightning_fms.remote_path import RemotePath, place
+from lightning_fms.remote_path import RemotePath, StoreError, place
 from lightning_fms.versions import Migration, migrate
 
 log = logging.getLogger(__name__)
@@ -126,6 +126,8 @@ def _torch_load(file: Path, weights_only: bool | None, mmap: bool = False) -> di
             f"{file} holds objects of other classes ({what}). If you trust where it "
             f"comes from, load it with `weights_only=False`; save plain types to avoid this"
         ) from error
+    except StoreError:
+        raise
     except (OSError, RuntimeError, EOFError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from error
 
@@ -146,15 +148,18 @@ def latest_committed(folder: str | Path) -> Path | None:
 
     To be called on one process, whose answer the others take. Newest is by step; each candidate is verified in full,
     and a damaged one is passed over for the next older one, with a word about it. A whole checkpoint that a crash left
-    under a hidden name is given its own.
+    under a hidden name is given its own. A store that cannot be read says nothing about a checkpoint: none is passed over for it.
 
     Raises:
         CheckpointError: there are committed checkpoints, but none is valid (starting afresh would hide the loss).
+        StoreError: the store failed several times in a row.
     """
     candidates = commit.committed(place(folder))
     for candidate in candidates:
         try:
             commit.verify(candidate)
+        except StoreError:
+            raise
         except (CheckpointError, OSError) as error:
             _say_once(f"passing over a damaged checkpoint: {error}")
         else:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_fms.remote_path import RemotePath, place
+from lightning_fms.remote_path import RemotePath, StoreError, place
 from lightning_fms.versions import Migration, check_version, migrate
 
 FIRST_RELEASED, FORMAT_VERSION = 1, 1
@@ -73,6 +73,10 @@ def _sealed_at(version: Path) -> int:
 
 def digest(file: Path) -> str:
     """Checksum of a file's content."""
+    return str(file.ask(lambda: _digest(file)) if isinstance(file, RemotePath) else _digest(file))
+
+
+def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, new_checksum).hexdigest()
 
@@ -192,6 +196,7 @@ def verify(path: Path, names: Iterable[str] | None = None) -> dict[str, Any]:
     Raises:
         CheckpointError: not committed, a format that is newer or was never released, or a file that is missing, short, foreign
             or changed.
+        StoreError: whether it is, cannot be known now.
     """
     path = version_of(path)
     header = read_header(path)
@@ -231,10 +236,10 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def listed_files(path: Path) -> list[str]:
-    """Names in the manifest, sorted; empty if there is no readable one."""
+    """Names in the manifest, sorted; empty if there is none, or a damaged one."""
     try:
         return sorted(_files_in((version_of(path) / MANIFEST).read_bytes()))
-    except (OSError, ValueError, KeyError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
         return []
 
 
@@ -246,13 +251,18 @@ def _files_in(manifest: bytes) -> dict[str, list[Any]]:
 
 
 def committed(folder: Path) -> list[Path]:
-    """Sealed folders in `folder`, newest first (by step, then time of commit); their content is not checked yet."""
+    """Sealed folders in `folder`, newest first (by step, then time of commit); their content is not checked yet.
+
+    Raises StoreError where a store does not say what there is, or how new it is.
+    """
     found = []
     for entry in folder.iterdir() if folder.is_dir() else ():
         if entry.is_dir() and not entry.is_symlink() and (version_of(entry) / COMMIT).is_file():
             try:
                 header = read_header(entry)
                 found.append(((int(header["step"]), int(header["time_ns"])), entry))
+            except StoreError:
+                raise
             except (ValueError, OSError):
                 found.append(((sys.maxsize, 0), entry))  # first in line, so that someone hears of it
     return [entry for _, entry in sorted(found, key=lambda item: item[0], reverse=True)]

@@ -1,5 +1,6 @@
 """Checkpoints on an object store: F1 and F2 without a rename, on several ranks, by the commands; what stays local is refused."""
 
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from gloo_world import run_world
 from steps import load, save
 from tiny import Run, Tiny, fit
 
+from lightning_fms import remote_path
 from lightning_fms.callbacks import BadSteps, DataTrail, GoodputLog, HangWatchdog, StepCheckpoint
 from lightning_fms.commands.checkpoint import main
 from lightning_fms.distributed import (
@@ -24,7 +26,7 @@ from lightning_fms.distributed import (
     latest_committed,
 )
 from lightning_fms.local_paths import refuse_remote
-from lightning_fms.remote_path import RemotePath, place
+from lightning_fms.remote_path import RemotePath, StoreError, place
 from lightning_fms.run_folder import locate, newest_checkpoint, reserve, reserve_given, saved
 
 pytestmark = pytest.mark.filterwarnings(
@@ -226,6 +228,83 @@ def test_folders_are_folders(path: str) -> None:
     assert str(place(Path("bucket://a/b"))) == "bucket://a/b"
 
 
+class Failing:
+    """Makes reads of the store fail, from the one with this number on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, first: int, times: float) -> None:
+        self.reads = 0
+        for name in ("info", "ls", "cat_file"):
+            patch.setattr(Bucket, name, self._counted(getattr(Bucket, name), first, first + times))
+
+    def _counted(self, read: Callable[..., Any], first: int, end: float) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            self.reads += 1
+            if first < self.reads <= end:
+                raise RuntimeError("503 Slow Down")  # as stores' packages: no OSError
+            return read(*args, **options)
+
+        return counted
+
+
+def at_each_read(patch: pytest.MonkeyPatch, times: float, task: Callable[[], Any]) -> Iterator[Any]:
+    """What comes of a task, or the error, where its first read fails, where its second one does, and so on."""
+    patch.setattr(remote_path, "_WAITS_S", (0.0, 0.0))
+    for first in itertools.count():
+        with patch.context() as failing:
+            store = Failing(failing, first, times)
+            try:
+                outcome = task()
+            except (StoreError, CheckpointError) as error:
+                outcome = error
+        if store.reads <= first:
+            return
+        yield outcome
+
+
+@pytest.mark.parametrize("times", [1, 2, float("inf")], ids=["once", "twice", "for good"])
+def test_a_store_that_fails_is_asked_again_and_makes_no_checkpoint_a_damaged_one(
+    bucket, monkeypatch, capsys, times: float
+) -> None:
+    folder = place(ROOT)
+    for step in (1, 2):
+        save(folder / f"step-{step}.ckpt", step)
+    found = list(at_each_read(monkeypatch, times, lambda: latest_committed(folder)))
+    assert len(found) > 20
+    if times < float("inf"):
+        assert set(found) == {folder / "step-2.ckpt"}
+    for error in found if times == float("inf") else ():
+        assert isinstance(error, StoreError)
+        assert str(error).startswith(ROOT)
+        assert "RuntimeError: 503 Slow Down. Check the network, the credentials and the address" in str(error)
+    assert "passing over" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("times", [2, float("inf")], ids=["twice", "for good"])
+def test_a_store_that_fails_at_a_load_is_told_of_as_one(bucket, monkeypatch, times: float) -> None:
+    path = place(ROOT) / "step-1.ckpt"
+    save(path, 1)
+
+    def load_plain() -> int:
+        checkpoint.verify(path)
+        return int(checkpoint.load_state(path)["step"])
+
+    for outcome in at_each_read(monkeypatch, times, load_plain):
+        assert outcome == 1 if times == 2 else "the store cannot be read" in str(outcome), outcome
+
+
+def test_a_store_that_refuses_is_asked_once(bucket, monkeypatch) -> None:
+    asked = []
+
+    def refuse(*_: Any, **__: Any) -> None:
+        asked.append(1)
+        raise PermissionError("AccessDenied")
+
+    monkeypatch.setattr(Bucket, "info", refuse)
+    with pytest.raises(StoreError, match=r"llama: the store cannot be read.*AccessDenied.*credentials"):
+        latest_committed(place(ROOT))
+    assert len(asked) == 1
+
+
 def test_a_store_that_is_down_is_no_empty_store(bucket, monkeypatch) -> None:
     folder = place(f"{ROOT}/down")
     save(folder / "step-1.ckpt", 1)
@@ -233,6 +312,7 @@ def test_a_store_that_is_down_is_no_empty_store(bucket, monkeypatch) -> None:
     def down(*_: Any, **__: Any) -> None:
         raise OSError("503 Slow Down")
 
+    monkeypatch.setattr(remote_path, "_WAITS_S", ())
     with monkeypatch.context() as patch:
         patch.setattr(Bucket, "info", down)
         for question in (folder.exists, folder.is_dir, (folder / "step-1.ckpt").is_file):
