@@ -63,7 +63,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     kernels = TritonKernels(backend="auto" if device.type == "cuda" else "reference", **swaps)
     tensor = 2 if "tensor" in options else 1
     kind = Sharded if "fsdp" in options else FSDPCompileStrategy
-    strategy = kind(replicate=2 if "hsdp" in options else 1, tensor=tensor)
+    strategy = kind(replicate=2 if "hsdp" in options else 1, tensor=tensor, reshard_after_forward="kept" not in options)
     fp8 = _fp8(options, device)
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",

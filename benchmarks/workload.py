@@ -20,6 +20,7 @@ from lightning_fms.models.schedule import WarmupCosine
 OPTIONS = {
     "bf16": "nothing but FSDPCompileStrategy, over all devices",
     "fsdp": "sharded, and a process group, on one device, too",
+    "kept": "with fsdp: gathered parameters are kept between forward and backward",
     "kernels": "TritonKernels",
     "rms_norm": "with kernels: that swap, too, which is off by default",
     "gated_product": "likewise",
