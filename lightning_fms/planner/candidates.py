@@ -90,9 +90,15 @@ class Candidate:
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those that may fit, fastest first; of equals those that fit for sure, then the smaller."""
+    """Those that may fit, fastest first; of equals those that fit for sure, then fewer micro-batches, then the smaller."""
     possible = [c for c in candidates if c.verdict is not Verdict.NO]
-    return sorted(possible, key=lambda c: (c.seconds, c.verdict is not Verdict.FIT, c.memory.active))
+    return sorted(possible, key=_rank)
+
+
+def _rank(candidate: Candidate) -> tuple[float, bool, int, float]:
+    """An estimate does not count the time that a host needs for each micro-batch."""
+    fits = candidate.verdict is Verdict.FIT
+    return candidate.seconds, not fits, candidate.configuration.micro_batches, candidate.memory.active
 
 
 def chosen(candidates: Iterable[Candidate]) -> Candidate | None:
