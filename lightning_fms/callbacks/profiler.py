@@ -4,12 +4,14 @@ A profiler slows down what it sees and writes megabytes a step, so it sees few s
 it is asked for. The trace opens in https://ui.perfetto.dev or chrome://tracing; a table beside it has the slowest operations.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_fms.callbacks.cadence import StepClock
@@ -123,8 +125,22 @@ class Profiler(L.Callback):
         order = f"self_{device if device == 'cuda' else 'cpu'}_time_total"
         averages = done.key_averages()
         path.with_suffix("").with_suffix(".txt").write_text(averages.table(sort_by=order, row_limit=_ROWS))
-        attribute = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
-        times = sorted(((getattr(event, attribute), event.key) for event in averages), reverse=True)
-        total = sum(time for time, _ in times) or 1.0
-        most = ", ".join(f"{name} {time / total:.0%}" for time, name in times[:_NAMED])
+        most = ", ".join(f"{name} {share:.0%}" for name, share in shares(averages, device)[:_NAMED])
         print(f"profiler: {seen} steps in {path} (open in https://ui.perfetto.dev); most time: {most}", flush=True)
+
+
+def shares(averages: Iterable[Any], device: str) -> list[tuple[str, float]]:
+    """Operations and their share of the time, the largest first.
+
+    Args:
+        averages: `profile.key_averages()`.
+        device: whose time; on `cuda` that of the kernels which an operation starts. A profile holds these twice more, as the
+            kernels themselves and within ranges such as the optimizer's step, whose gaps count as theirs; both are left out.
+    """
+    if device == "cuda":
+        kept = (e for e in averages if e.device_type == DeviceType.CPU and not e.is_user_annotation)
+        times = [(e.self_device_time_total, e.key) for e in kept]
+    else:
+        times = [(e.self_cpu_time_total, e.key) for e in averages]
+    total = sum(time for time, _ in times) or 1.0
+    return [(name, time / total) for time, name in sorted(times, reverse=True)]

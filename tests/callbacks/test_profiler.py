@@ -8,8 +8,11 @@ import lightning as L
 import pytest
 import torch
 from callback_runs import RandomTokens, tiny_module, trainer
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
 
 from lightning_fms.callbacks import MemorySnapshot, Overlap, Profiler
+from lightning_fms.callbacks.profiler import shares
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{message}")
@@ -30,6 +33,24 @@ def test_it_writes_a_trace_and_a_table_of_the_steps_asked_for(tmp_path: Path, ca
     assert sum(event.get("name") == "Optimizer.step#AdamW.step" for event in events) == 2
     assert "aten::" in path.with_name("step-4.rank-0.txt").read_text()
     assert f"profiler: 2 steps in {path}" in capsys.readouterr().out
+
+
+def test_on_a_gpu_a_kernel_counts_once_and_the_gaps_of_a_range_do_not() -> None:
+    def event(key: str, us: float, device: DeviceType = DeviceType.CPU, is_range: bool = False) -> FunctionEventAvg:
+        average = FunctionEventAvg()
+        average.key, average.device_type, average.is_user_annotation = key, device, is_range
+        average.self_device_time_total = us
+        return average
+
+    events = [
+        event("aten::mm", 30.0),
+        event("nvjet_sm90", 30.0, DeviceType.CUDA),
+        event("Optimizer.step", 500.0, DeviceType.CUDA, is_range=True),
+        event("Optimizer.step", 0.0, is_range=True),
+        event("aten::add", 10.0),
+        event("vectorized_add", 10.0, DeviceType.CUDA),
+    ]
+    assert shares(events, "cuda") == [("aten::mm", 0.75), ("aten::add", 0.25)]
 
 
 def test_it_says_so_where_a_run_is_too_short(tmp_path: Path) -> None:
