@@ -59,11 +59,16 @@ def test_importing_the_package_loads_neither_torch_nor_lightning() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_every_public_name_loads_on_first_use() -> None:
-    names = "import lightning_fms as f; [getattr(f, name) for name in f.__all__]; print(len(f.__all__))"
+def test_every_public_name_loads_on_first_use_and_none_loads_the_compiler() -> None:
+    names = (
+        "import sys, lightning_fms as f, lightning_fms.models; print(len([getattr(f, name) for name in f.__all__])); "
+        "print('torch._inductor.compile_fx' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 4
+    count, compiler = done.stdout.split()
+    assert int(count) >= 4
+    assert compiler == "False"
 
 
 def test_the_configs_at_the_top_are_those_of_the_package() -> None:

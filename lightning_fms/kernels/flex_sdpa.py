@@ -10,6 +10,7 @@ B batch, H heads, Q queries, K keys, E head dimension.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def flex_sdpa(
         raise ValueError("triton_only: attention takes either is_causal or an attn_mask without a gradient")
     # In a compiled block the compiler is at work already. On CPU it has no backward; eager's kernel stands in for tests.
     bare = torch.compiler.is_compiling() or not query.is_cuda
-    attend = _attend if bare else _compiled
+    attend = _attend if bare else _compiled()
     q, k, v = (_four_dimensions(t) for t in (query, key, value))
     out = attend(q, k, v, attn_mask, is_causal, scale, enable_gqa)
     return out.reshape(*query.shape[:-1], value.shape[-1])
@@ -61,7 +62,10 @@ def _attend(
     )
 
 
-_compiled = torch.compile(_attend, dynamic=False, fullgraph=True)
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    """Asked for at the first use, because `torch.compile` loads all of the compiler."""
+    return torch.compile(_attend, dynamic=False, fullgraph=True)
 
 
 def _masked(mask: Tensor, batch: int) -> Callable[..., Tensor]:

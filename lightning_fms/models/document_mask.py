@@ -7,6 +7,10 @@ On a GPU the mask is a `BlockMask` for FlexAttention (arXiv:2412.05496), which s
 short documents cost less than one long row. Elsewhere it is a tensor of booleans for `scaled_dot_product_attention`.
 """
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +18,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 DocumentMask = Tensor | BlockMask
 
-_flex_attention = torch.compile(flex_attention, dynamic=False)
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    """Asked for at the first use: `torch.compile` loads all of the compiler, which a run without it need not wait for."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def document_mask(document_ids: Tensor) -> DocumentMask:
@@ -44,5 +52,5 @@ def masked_attention(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Docum
         return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=grouped)
     if isinstance(mask, Tensor):
         return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=mask, enable_gqa=grouped)
-    attend = flex_attention if torch.compiler.is_compiling() else _flex_attention
+    attend = flex_attention if torch.compiler.is_compiling() else _compiled()
     return attend(q_BHTE, k_BKTE, v_BKTE, block_mask=mask, enable_gqa=grouped)
