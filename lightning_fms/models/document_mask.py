@@ -52,5 +52,5 @@ def masked_attention(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Docum
         return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=grouped)
     if isinstance(mask, Tensor):
         return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=mask, enable_gqa=grouped)
-    attend = flex_attention if torch.compiler.is_compiling() else _compiled()
+    attend: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled()
     return attend(q_BHTE, k_BKTE, v_BKTE, block_mask=mask, enable_gqa=grouped)
