@@ -20,7 +20,7 @@ DocumentMask = Tensor | BlockMask
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
+def _compiled() -> Callable[..., Tensor]:
     """Asked for at the first use: `torch.compile` loads all of the compiler, which a run without it need not wait for."""
     return torch.compile(flex_attention, dynamic=False)
 
@@ -52,5 +52,5 @@ def masked_attention(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Docum
         return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=grouped)
     if isinstance(mask, Tensor):
         return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=mask, enable_gqa=grouped)
-    attend: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled()
+    attend: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     return attend(q_BHTE, k_BKTE, v_BKTE, block_mask=mask, enable_gqa=grouped)
