@@ -111,9 +111,8 @@ def load_folder(
     averaged = average is not None and holds
     targets: dict[str, torch.Tensor] = {}
     for part, holder in _holders(module, average if averaged else None, holds and bool(optimizers)).items():
-        own = _tensors(state.module_state(holder))
         shapes = {n: e.size for n, e in _of(part, saved).items() if not state.is_extra(n)}
-        state.compare(shapes, {n: t.shape for n, t in own.items()}, strict, str(path))
+        own = _own_tensors(holder, shapes, strict, path)
         targets.update({f"{part}.{n}": t.detach() for n, t in own.items() if n in shapes})
     extra = {
         n: torch.zeros(e.size, dtype=e.properties.dtype) for n, e in _of(MODEL, saved).items() if state.is_extra(n)
@@ -148,9 +147,8 @@ def load_file(
     goes_on = parts[CURRENT] is not None and bool(optimizers)
     for part, holder in _holders(module, average if averaged else None, goes_on).items():
         saved = {state.clean_name(n): v for n, v in parts[part].items()}
-        own = _tensors(state.module_state(holder))
         shapes = {n: t.shape for n, t in _tensors(saved).items()}
-        state.compare(shapes, {n: t.shape for n, t in own.items()}, strict, str(path))
+        own = _own_tensors(holder, shapes, strict, path)
         copies += [(own[name], saved[name]) for name in own.keys() & shapes.keys()]
     numbered = _matched(rest.pop("optimizer_states", None), optimizers, path)
     named = [state.by_name(module, o, one) for o, one in zip(optimizers, numbered, strict=False)]
@@ -182,6 +180,15 @@ def _holders(module: nn.Module, average: AverageOfShards | None, goes_on: bool) 
     if average is not None:
         return {CURRENT: module, MODEL: average.module}
     return {CURRENT if goes_on else MODEL: module}
+
+
+def _own_tensors(
+    holder: nn.Module, saved: Mapping[str, torch.Size], strict: bool, path: Path
+) -> dict[str, torch.Tensor]:
+    """The holder's tensors by name, which fit the saved ones of that name; CheckpointError where they do not."""
+    own = _tensors(state.module_state(holder))
+    state.compare(saved, {name: tensor.shape for name, tensor in own.items()}, strict, str(path))
+    return own
 
 
 def _tell_of_average(rest: dict[str, Any], module: nn.Module, average: AverageOfShards | None) -> None:
