@@ -44,6 +44,7 @@ VARIANTS = [
     "peer:compile+fsdp+stream+cudnn+fp8+gather",
 ]
 LAST_STEP, SAVE_EVERY = 45, 5
+KILLED_AFTER = (20, 40)  # steps
 AUDITED = (3, 17, 28, 41)  # steps, on each side of the kills
 LOSS_TOLERANCE = 1e-3  # relative; sums of gradients are added in another order on another number of ranks
 
@@ -113,8 +114,8 @@ def resume(arguments: argparse.Namespace, work: Path) -> str:
     half = max(arguments.devices // 2, 1)
     pieces = work / "pieces"
     for devices, until, first in (
-        (arguments.devices, 20, True),
-        (half, 40, False),
+        (arguments.devices, KILLED_AFTER[0], True),
+        (half, KILLED_AFTER[1], False),
         (arguments.devices, LAST_STEP, False),
     ):
         process = train(arguments, pieces, devices, first)
@@ -132,7 +133,12 @@ def resume(arguments: argparse.Namespace, work: Path) -> str:
         raise RuntimeError(f"other documents in steps {differing}")
     ours, theirs = losses(pieces), losses(whole)
     shared = sorted(set(ours) & set(theirs))  # a killed process takes with it what its logger had not written yet
-    if len(theirs) != LAST_STEP or len([step for step in shared if step >= LAST_STEP * 2 // 3]) < LAST_STEP // 3:
+    after_all = LAST_STEP - KILLED_AFTER[-1]
+    if (
+        len(theirs) != LAST_STEP
+        or len(shared) < LAST_STEP // 2
+        or len([s for s in shared if s >= KILLED_AFTER[-1]]) != after_all
+    ):
         raise RuntimeError(f"{len(ours)} and {len(theirs)} logged losses, {len(shared)} of the same steps")
     apart = max(abs(ours[step] - theirs[step]) / abs(theirs[step]) for step in shared)
     if apart > LOSS_TOLERANCE:
