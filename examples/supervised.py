@@ -52,7 +52,8 @@ def main() -> None:
     folder.mkdir(parents=True)
     devices = folder / "devices"
     devices.write_text("4")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     fault = [f"+callbacks.fault._target_={Path(__file__).stem}.Fault", f"+callbacks.fault.devices='{devices}'"]
     supervise = [sys.executable, "-m", "lightning_fms.supervise", "--nproc", "1:4", "--devices", str(devices)]
     supervise += ["--logs", str(folder / "logs"), "--", *SMALL, f"paths.run='{folder}/supervised'", *fault]

@@ -12,6 +12,8 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_fms.train import main
 
+# PYTHONPATH of a process that also finds what tests of this folder define.
+WITH_THIS = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])
 # The quickstart, cut down to a few steps of a tiny model.
 SHORT = (
     "experiment=quickstart",

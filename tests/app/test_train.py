@@ -7,7 +7,7 @@ from pathlib import Path
 from shutil import rmtree
 
 import pytest
-from app_runs import SHORT, Interrupting, call, start
+from app_runs import SHORT, WITH_THIS, Interrupting, call, start
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -15,8 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_fms.distributed import latest_committed
 from lightning_fms.launch.result import read_result
 from lightning_fms.run_folder import attempts
-
-HERE = Path(__file__).parent
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # The app decides what a user sees; a test of its own looks at that.
 
@@ -285,7 +283,7 @@ def test_a_ctrl_c_says_how_to_go_on(step: int, said: str, monkeypatch, capsys) -
 
 def test_a_ctrl_c_on_two_processes_is_said_once(tmp_path: Path) -> None:
     two = start(
-        tmp_path, "-m", "lightning_fms.train", *SHORT, *interrupting(3), "trainer.devices=2", PYTHONPATH=str(HERE)
+        tmp_path, "-m", "lightning_fms.train", *SHORT, *interrupting(3), "trainer.devices=2", PYTHONPATH=WITH_THIS
     )
     assert two.returncode == 130
     assert two.stderr.count("interrupted at step 3; go on from step 2 with: fms-train resume=auto") == 1
@@ -294,7 +292,7 @@ def test_a_ctrl_c_on_two_processes_is_said_once(tmp_path: Path) -> None:
 
 def test_a_stop_by_a_signal_says_how_to_go_on(tmp_path: Path) -> None:
     terminating = ("+callbacks.own._target_=app_runs.Terminating", "+callbacks.own.step=2", "trainer.max_steps=50")
-    run = start(tmp_path, "-m", "lightning_fms.train", *SHORT, *terminating, PYTHONPATH=str(HERE))
+    run = start(tmp_path, "-m", "lightning_fms.train", *SHORT, *terminating, PYTHONPATH=WITH_THIS)
     assert run.returncode == 143, run.stderr
     (line,) = [line for line in run.stderr.splitlines() if line.startswith("fms-train: ")]
     found = re.fullmatch(r"fms-train: stopped at step (\d+); go on from step (\d+) with: fms-train resume=auto.*", line)
@@ -312,7 +310,7 @@ class Killing(Interrupting):
 
 def test_a_killed_rank_is_named_with_the_way_to_go_on_and_no_traceback(tmp_path: Path) -> None:
     killing = ("+callbacks.own._target_=test_train.Killing", "+callbacks.own.step=3", "trainer.devices=2")
-    two = start(tmp_path, "-m", "lightning_fms.train", *SHORT, *killing, PYTHONPATH=str(HERE))
+    two = start(tmp_path, "-m", "lightning_fms.train", *SHORT, *killing, PYTHONPATH=WITH_THIS)
     assert two.returncode == 1
     assert two.stderr.splitlines() == [
         "fms-train: rank 1 was killed by SIGKILL (out of host memory?) at step 3; go on from step 2 with: "
@@ -360,7 +358,8 @@ def test_an_error_of_ours_shows_where_and_leaves_no_run(monkeypatch, capsys) -> 
 def test_a_process_of_its_own_shows_no_noise_and_lightnings_launcher_shares_one_run(
     tmp_path: Path, monkeypatch
 ) -> None:
-    two = start(tmp_path, "-m", "lightning_fms.train", *SHORT, "trainer.devices=2")
+    # Nothing of the tests on its path: it loads what a user's process loads.
+    two = start(tmp_path, "-m", "lightning_fms.train", *SHORT, "trainer.devices=2", PYTHONPATH="")
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("Next:") == 1
     assert two.stderr == ""

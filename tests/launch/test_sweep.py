@@ -26,7 +26,7 @@ ENDS = "name=good,error,memory,exit,killed,nothing"
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", PLUGINS)
+    monkeypatch.setenv("PYTHONPATH", PLUGINS, prepend=os.pathsep)
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
 
