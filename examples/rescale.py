@@ -140,7 +140,7 @@ def picture(path: Path, notes: list[dict], losses: list[dict[int, float]]) -> No
         2, 1, figsize=(9, 5), sharex=True, height_ratios=[1.1, 1], layout="constrained"
     )
     colors = matplotlib.colors.ListedColormap(["#4063d8", "#389826", "#9558b2", "#cb3c33"])
-    top.imshow(owner, aspect="auto", cmap=colors, interpolation="nearest", vmin=-0.5, vmax=3.5)
+    top.imshow(owner.numpy(), aspect="auto", cmap=colors, interpolation="nearest", vmin=-0.5, vmax=3.5)
     top.set_ylabel("stream (= row of the batch)")
     top.set_title("Streams change owner, batches do not: rank that trained each row")
     patches = [plt.Rectangle((0, 0), 1, 1, color=colors(rank)) for rank in range(4)]
