@@ -113,9 +113,11 @@ class LoaderLink(Callback):
             self._counts = None
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """From here on ranks may be at different steps, so the state can no longer be gathered; workers end."""
+        """From here on ranks may be at different steps, so the state can no longer be gathered; both feeds end."""
         self.broken = True
-        self.feed.close()  # Lightning calls no `teardown` now
+        for feed in (self.feed, self.val_feed):
+            if feed is not None:
+                feed.close()  # Lightning calls no `teardown` now
 
     # -- validation ----------------------------------------------------------------------------------------------------
 

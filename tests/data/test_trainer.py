@@ -7,6 +7,7 @@ import inspect
 import multiprocessing
 import os
 import signal
+import threading
 import warnings
 from functools import partial
 
@@ -177,6 +178,30 @@ def test_after_an_exception_no_worker_is_left_and_the_same_trainer_can_resume(da
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, Ledger)]
     trainer.fit(module, streamed, ckpt_path=tmp_path / "step=4.ckpt")
     assert streamed.state_dict()["header"]["row"] == 6 * BATCH
+
+
+class FailsInValidation(Bigram):
+    def validation_step(self, batch, batch_idx):
+        raise RuntimeError("told to fail")
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_after_an_exception_in_a_validation_both_feeds_are_closed(data):
+    processes, threads = set(multiprocessing.active_children()), set(threading.enumerate())
+    trainer = pl.Trainer(
+        max_steps=6, accelerator="cpu", devices=1, logger=False, num_sanity_val_steps=0,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    streamed = RescalableDataModule(**{**data, "num_workers": 1})
+    with pytest.raises(RuntimeError, match="told to fail"):
+        trainer.fit(FailsInValidation(), streamed)
+    assert set(multiprocessing.active_children()) == processes
+    for thread in (ours := {one for one in threading.enumerate() if one.name == "fms-data"} - threads):
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in ours)
+    validation = streamed.val_dataloader()
+    assert validation.loader._running is None
+    assert not validation.delivered
 
 
 def test_d4_sigterm_stops_and_resumes_exactly(data, reference, tmp_path):
