@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 _BARE = re.compile(r"Error parsing override '([^'=]+)' missing EQUAL")
 _REFUSED = re.compile(r"Could not override '([^']+)'")
+NO_OPTION = "group override must be a string"
 # Arguments of the Trainer that have a group or a key of their own.
 SUPPLIED = {
     "strategy": "strategy=<option>",
@@ -52,9 +53,10 @@ def explain(message: str, overrides: Sequence[str], config: str = "train") -> st
             if any(value.count(one) != value.count(other) for one, other in ("{}", "[]", "()")):
                 return f"{override}: a bracket is not closed; a list is written '[a, b]' and a mapping '{{name: value}}', in quotes"
             return f"{override}: the value is no plain word; put quotes around it: \"{key}='{value}'\""
-    if "group override must be a string" in message:
+    if NO_OPTION in message:
         groups = [override for override in overrides if override.endswith("=null") and "." not in override]
-        return f"{groups[0] if groups else message}: a group takes the name of an option; ~<group> takes one out"
+        said = groups[0] if groups else message
+        return f"{said}: a group takes the name of an option; leave it out for the default, or take it out by ~<group>"
     refused = _REFUSED.search(message)
     if refused is None:
         return message

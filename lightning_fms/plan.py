@@ -9,13 +9,11 @@ import sys
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from lightning_fms.command_line import with_own_sources, with_size
 from lightning_fms.launch.words import flags_in, overrides_in
-from lightning_fms.override_hints import explain
-from lightning_fms.train import CONFIG_PATH, VERSION_BASE, one_line, report
+from lightning_fms.train import CONFIG_PATH, VERSION_BASE, explained, report
 
 
 @hydra.main(config_path=CONFIG_PATH, config_name="plan", version_base=VERSION_BASE)
@@ -37,11 +35,8 @@ def main() -> None:
         words = with_size(with_own_sources(sys.argv[1:]))
         sys.argv[1:] = [*flags_in(words), *overrides_in(words)]
         task()
-    except HydraException as error:
-        overrides = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
-        report(HydraException(explain(one_line(error), overrides, "plan")), command="fms-plan")
     except Exception as error:
-        report(error, command="fms-plan")
+        report(explained(error, sys.argv[1:], "plan"), command="fms-plan")
 
 
 if __name__ == "__main__":

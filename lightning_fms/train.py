@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -23,7 +23,7 @@ from lightning_fms.launch.jobs import JobFailed
 from lightning_fms.launch.report import closing
 from lightning_fms.launch.words import flags_in, overrides_in, value_in
 from lightning_fms.lost_rank import is_lost_connection
-from lightning_fms.override_hints import explain
+from lightning_fms.override_hints import NO_OPTION, explain
 
 CONFIG_PATH, CONFIG_NAME, VERSION_BASE = "pkg://lightning_fms.conf", "train", "1.3"
 # Said in Hydra's messages for programs, of no use to people.
@@ -55,6 +55,21 @@ def one_line(error: BaseException) -> str:
         " ".join(line for line in lines if line and not line.startswith(_FOR_PROGRAMS)) or type(cause or error).__name__
     )
     return f"{place}: {text}" if place and not text.startswith(place) else text
+
+
+def explained(error: Exception, words: Sequence[str], config: str = "train") -> Exception:
+    """An error of Hydra about a command line with what to type instead; any other error as it is.
+
+    Args:
+        error: what ended the program.
+        words: of the command line.
+        config: the one that they override.
+    """
+    # For a group without an option Hydra raises a plain ValueError.
+    if not isinstance(error, HydraException) and NO_OPTION not in str(error):
+        return error
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    return HydraException(explain(one_line(error), overrides, config))
 
 
 def is_mistake_in_config(error: BaseException) -> bool:
@@ -156,9 +171,6 @@ def run_app(task: Callable[[], object]) -> NoReturn:
         task()
     except JobFailed:  # The table says why.
         pass
-    except HydraException as error:
-        overrides = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
-        report(HydraException(explain(one_line(error), overrides)))
     except KeyboardInterrupt as error:
         # Ranks other than the first have nothing to say.
         said = str(error) if type(error).__name__ == "Interrupted" else "interrupted"
@@ -166,7 +178,7 @@ def run_app(task: Callable[[], object]) -> NoReturn:
             print(f"\nfms-train: {said}", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        report(error)
+        report(explained(error, sys.argv[1:]))
     sys.exit(1 if closing() else 0)
 
 

@@ -1,8 +1,11 @@
 """A refused override says what to type instead."""
 
 import pytest
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
 
 from lightning_fms.override_hints import explain
+from lightning_fms.train import explained
 
 
 @pytest.mark.parametrize(
@@ -32,3 +35,18 @@ from lightning_fms.override_hints import explain
 )  # fmt: skip
 def test_the_message_names_the_fix(message: str, overrides: list[str], words: str) -> None:
     assert words in explain(message, overrides)
+
+
+@pytest.mark.parametrize("words", [["experiment=null"], ["-m", "optimizer=null"], ["data.seqlen=3"]])
+def test_what_hydra_raises_of_an_override_is_explained(words: list[str]) -> None:
+    with (
+        initialize_config_module("lightning_fms.conf", version_base="1.3"),
+        pytest.raises((HydraException, ValueError)) as raised,
+    ):
+        compose("train", overrides=words[-1:])
+    assert str(explained(raised.value, words)).startswith(f"{words[-1]}: ")
+
+
+def test_another_error_stays_as_it_is() -> None:
+    error = ValueError("lr=-1: must be positive")
+    assert explained(error, ["experiment=quickstart"]) is error
