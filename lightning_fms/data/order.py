@@ -19,6 +19,7 @@ import numpy as np
 
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
+_FEW = 16  # places that are faster one by one
 
 
 def derive_key(*parts: str | int) -> int:
@@ -37,6 +38,13 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def _mix_one(x: int) -> int:
+    """The same of one number, where numpy would take a microsecond an operation."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)
+
+
 class Permutation:
     """A keyed bijection of `range(n)`.
 
@@ -50,10 +58,13 @@ class Permutation:
         self.n = n
         self._a = math.isqrt(n - 1) + 1
         self._b = -(-n // self._a)
-        self._keys = [np.uint64((key + (r + 1) * 0x9E3779B97F4A7C15) & _MASK) for r in range(_ROUNDS)]
+        self._integers = [(key + (r + 1) * 0x9E3779B97F4A7C15) & _MASK for r in range(_ROUNDS)]
+        self._keys = [np.uint64(integer) for integer in self._integers]
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
         """Map an int64 array of places in `[0, n)` to int64 values in `[0, n)`."""
+        if places.ndim == 1 and len(places) <= _FEW:
+            return np.array([self.at(place) for place in places.tolist()], dtype=np.int64)
         values = self._rounds(places.astype(np.uint64))
         outside = values >= self.n
         while outside.any():
@@ -63,7 +74,10 @@ class Permutation:
 
     def at(self, place: int) -> int:
         """Return the value at one place."""
-        return int(self(np.array([place]))[0])
+        value = self._round_one(place)
+        while value >= self.n:
+            value = self._round_one(value)
+        return value
 
     def _rounds(self, values: np.ndarray) -> np.ndarray:
         a, b = np.uint64(self._a), np.uint64(self._b)
@@ -73,4 +87,12 @@ class Permutation:
         for i in range(0, _ROUNDS, 2):
             left = (left + _mix(right ^ self._keys[i]) % a) % a
             right = (right + _mix(left ^ self._keys[i + 1]) % b) % b
+        return left * b + right
+
+    def _round_one(self, value: int) -> int:
+        a, b, keys = self._a, self._b, self._integers
+        left, right = divmod(value, b)
+        for i in range(0, _ROUNDS, 2):
+            left = (left + _mix_one(right ^ keys[i]) % a) % a
+            right = (right + _mix_one(left ^ keys[i + 1]) % b) % b
         return left * b + right

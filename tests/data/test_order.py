@@ -27,7 +27,8 @@ def test_every_value_comes_once(n: int, key: int) -> None:
 def test_any_place_can_be_asked_alone(n: int, key: int, data: st.DataObject) -> None:
     places = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20)))
     permutation = Permutation(n, key)
-    together = permutation(places)
+    together = permutation(np.resize(places, 40))[: len(places)]  # as an array: few are taken one by one
+    assert permutation(places).tolist() == together.tolist()
     assert np.all((together >= 0) & (together < n))
     assert [permutation.at(int(place)) for place in places] == together.tolist()
     assert len(np.unique(together)) == len(np.unique(places))
