@@ -75,7 +75,7 @@ class SaveInBackground(SaveAt):
 def averaged(path: Path | None = None, background: bool = False, **options: Any) -> Run:
     """Four steps, and a validation before the last one; the recorder behind the average sees the end weights."""
     saver = [] if path is None else [(SaveInBackground if background else SaveAt)(path)]
-    callbacks = [EMAWeightAveraging(decay=0.7, update_starting_at_step=1), *saver]
+    callbacks = [EMAWeightAveraging(decay=0.7), *saver]
     strategy = options.pop("strategy", None)
     return fit(
         options.pop("make", OneBlock),
@@ -100,10 +100,7 @@ def on_tensor_ranks(folder: Path) -> Run:
     recorder = Recorder()
     for steps, path in ((SAVED_AT, None), (STEPS, folder / "tensor")):
         pl.seed_everything(7, verbose=False)
-        callbacks: list[pl.Callback] = [
-            EMAWeightAveraging(decay=0.7, update_starting_at_step=1),
-            SaveAt(folder / "tensor"),
-        ]
+        callbacks: list[pl.Callback] = [EMAWeightAveraging(decay=0.7), SaveAt(folder / "tensor")]
         strategy = FSDPCompileStrategy(tensor=2, tensor_plan=plan)
         t = trainer(recorder, strategy, callbacks=callbacks, max_steps=steps, val_check_interval=VALIDATED_AT)
         t.fit(OneBlock(), *rows, ckpt_path=path)
@@ -181,15 +178,14 @@ def test_a_resume_on_as_many_ranks_is_the_uninterrupted_run_to_the_bit(worlds: d
 
 def test_whoever_reads_weights_gets_the_average(worlds: dict[str, Any], tmp_path: Path) -> None:
     path = worlds["folder"] / "3"
-    module, stopped = (
-        OneBlock(),
-        fit(OneBlock, callbacks=[EMAWeightAveraging(decay=0.7, update_starting_at_step=1)], max_steps=SAVED_AT),
-    )
+    module, stopped = OneBlock(), fit(OneBlock, callbacks=[EMAWeightAveraging(decay=0.7)], max_steps=SAVED_AT)
+    trained = fit(OneBlock, max_steps=SAVED_AT)
+    assert not torch.allclose(stopped.weights["head.weight"], trained.weights["head.weight"], atol=1e-4)
     trainer().validate(module, Rows(2, seed=1), ckpt_path=path, verbose=False)
     torch.testing.assert_close(whole_weights(module), stopped.weights, rtol=0, atol=1e-6)
     export(path, tmp_path / "out")
     torch.testing.assert_close(load_file(tmp_path / "out" / "model.safetensors"), stopped.weights, rtol=0, atol=1e-6)
-    assert contents(path)["averaged"] == SAVED_AT - 1
+    assert contents(path)["averaged"] == SAVED_AT
 
 
 def test_a_run_without_an_average_goes_on_with_one(tmp_path: Path) -> None:
@@ -197,6 +193,15 @@ def test_a_run_without_an_average_goes_on_with_one(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="not created with WeightAveraging"):
         run = averaged(ckpt_path=tmp_path / "x")
     assert len(run.losses) == STEPS - 1
+
+
+@pytest.mark.parametrize("form", ["sharded", "consolidated"])
+def test_without_the_callback_a_run_goes_on_from_the_weights_of_training(tmp_path: Path, form: Any) -> None:
+    averaged(tmp_path / "x", strategy=FSDPCompileStrategy(checkpoint_format=form), make=Counting)
+    plain = fit(Counting, max_steps=STEPS)
+    again = fit(Counting, max_steps=STEPS, ckpt_path=tmp_path / "x")
+    assert again.losses == plain.losses[SAVED_AT:]
+    assert all(torch.equal(again.weights[name], weight) for name, weight in plain.weights.items())
 
 
 class Late(OneBlock):
