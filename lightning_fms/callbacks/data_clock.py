@@ -7,7 +7,6 @@ listens to the profiler.
 """
 
 import time
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import lightning as L
@@ -42,8 +41,18 @@ class DataClock:
             if action_name.endswith(FETCH) and self._began is not None:
                 self.seconds, self._began = self.seconds + time.monotonic() - self._began, None
 
-        listening: Any = profiler
-        listening.start, listening.stop = started, stopped
+        self._attributes = vars(profiler)
+        self._listeners = {"start": started, "stop": stopped}
+        self._before = {name: self._attributes[name] for name in self._listeners if name in self._attributes}
+        self._attributes.update(self._listeners)
+
+    def end(self) -> None:
+        """Listen no longer. Where somebody else listens through a listener of ours, it stays, and goes on counting."""
+        for name, listener in self._listeners.items():
+            if self._attributes.get(name) is listener:
+                del self._attributes[name]
+                if name in self._before:
+                    self._attributes[name] = self._before[name]
 
 
 class DataWait:
@@ -58,12 +67,18 @@ class DataWait:
         return taken
 
 
-_clocks: WeakKeyDictionary[Profiler, DataClock] = WeakKeyDictionary()
+_OF: WeakKeyDictionary[L.Trainer, DataClock] = WeakKeyDictionary()
 
 
 def data_wait_of(trainer: L.Trainer) -> DataWait:
-    """A reader of its own of the trainer's clock, which runs from the first one on."""
-    profiler: Profiler = vars(trainer)["profiler"]
-    if profiler not in _clocks:
-        _clocks[profiler] = DataClock(profiler)
-    return DataWait(_clocks[profiler])
+    """A reader of its own of the trainer's clock, which runs from the first one on; whoever takes one ends the clock, too."""
+    if trainer not in _OF:
+        _OF[trainer] = DataClock(vars(trainer)["profiler"])
+    return DataWait(_OF[trainer])
+
+
+def end_data_clock(trainer: L.Trainer) -> None:
+    """Let nothing listen behind a fit, whether it ended or failed; a second call does nothing. Readers keep what was counted."""
+    clock = _OF.pop(trainer, None)
+    if clock is not None:
+        clock.end()

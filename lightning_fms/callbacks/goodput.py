@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 
 from lightning_fms.callbacks.cadence import StepClock, logging_due
-from lightning_fms.callbacks.data_clock import DataWait, data_wait_of
+from lightning_fms.callbacks.data_clock import DataWait, data_wait_of, end_data_clock
 from lightning_fms.callbacks.lineage import Attempt, goodput, process_started, read_attempts
 from lightning_fms.local_paths import local_path
 
@@ -125,9 +125,11 @@ class GoodputLog(L.Callback):
         else:
             why = f"{type(exception).__name__}: {exception}".splitlines()[0][:300]
         self._end(trainer, why)
+        end_data_clock(trainer)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """The end of a run: say where the time went."""
+        end_data_clock(trainer)
         if stage == "fit" and self._attempt is not None:
             self._end(trainer, "finished")
             print(goodput(read_attempts(self.folder)), flush=True)

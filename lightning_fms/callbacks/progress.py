@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 
 from lightning_fms.callbacks.cadence import StepClock, logging_due
-from lightning_fms.callbacks.data_clock import DataWait, data_wait_of
+from lightning_fms.callbacks.data_clock import DataWait, data_wait_of, end_data_clock
 from lightning_fms.callbacks.peaks import peak_of
 
 REFRESH_SECONDS = 0.5
@@ -155,8 +155,13 @@ class Progress(ProgressBar):
         self._clear()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Leave no live line behind."""
+        """Leave no live line behind, and nothing that listens."""
         self._clear()
+        end_data_clock(trainer)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Leave nothing that listens."""
+        end_data_clock(trainer)
 
     def _left(self, trainer: L.Trainer, now: float) -> float | None:
         assert self._first is not None

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_fms.callbacks.agreement import agreement_of
 from lightning_fms.callbacks.cadence import StepClock
 from lightning_fms.callbacks.collectives import Begun, begun, lateness
-from lightning_fms.callbacks.data_clock import DataWait, data_wait_of
+from lightning_fms.callbacks.data_clock import DataWait, data_wait_of, end_data_clock
 
 _COLLECTIVES = 256  # of each rank that are compared
 _NUMBERS = 3  # seconds, data wait, key
@@ -99,6 +99,14 @@ class Straggler(L.Callback):
         """Read what the last step sent, if it did."""
         if self._sent is not None:
             self._read(trainer, pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Leave nothing that listens."""
+        end_data_clock(trainer)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Leave nothing that listens."""
+        end_data_clock(trainer)
 
     def _restart(self) -> None:
         self._since, self._since_wall = time.monotonic(), time.time()
