@@ -45,22 +45,21 @@ class MaskedLM(CausalLM):
         self.share, self.mask_id = share, mask_id
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Mean cross-entropy in nats over the chosen tokens of `input_ids`, in fp32; padding is none."""
+        """Mean cross-entropy in nats over the chosen tokens of `input_ids`, in fp32; padding is none. 0 where none is chosen."""
         ids = batch["input_ids"]
         embedding = self.net.get_submodule("embedding")
         assert isinstance(embedding, nn.Embedding)
         vocabulary = embedding.num_embeddings
         mask_id = vocabulary - 1 if self.mask_id is None else self.mask_id
         draw = torch.rand(ids.shape, device=ids.device) / self.share  # below 1: chosen
-        if (
-            "labels" in batch
-        ):  # of the next token: what has none ends a document or is padding, and rows to fill up have none
+        if "labels" in batch:  # of the next token; what has none ends a document, is padding, or fills up a batch
             draw = draw.masked_fill(batch["labels"] == -100, 1.0)
         seen = torch.where(draw < 0.8, mask_id, ids)
         seen = torch.where((draw >= 0.8) & (draw < 0.9), torch.randint_like(ids, vocabulary), seen)
         logits = self.net(seen)
         labels = torch.where(draw < 1, ids, -100)
-        return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
+        total = F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1), reduction="sum")
+        return total / (draw < 1).sum().clamp(min=1)  # a mean over none would be NaN, and a batch may have few tokens
 
 
 class ImageClassifier(CausalLM):

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from omegaconf import OmegaConf
 
+from lightning_fms.data import StreamLoader
 from lightning_fms.models import ImageClassifier, MaskedLM, TextEncoder, ViT
 from lightning_fms.planner.space import Configuration
 from lightning_fms.planning.jobs import probe, structure_of
@@ -39,6 +41,52 @@ def test_an_encoder_learns_what_stands_behind_a_mask() -> None:
         steps.step()
     assert before > 2.5
     assert module.loss({"input_ids": rows}).item() < 0.5
+
+
+class Sees(torch.nn.Module):
+    """Keeps what it is shown, and answers with the same logits whatever that is."""
+
+    def __init__(self, rows: int, tokens: int) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(258, 1)  # 256 bytes, EOS, and the mask
+        self.logits = torch.nn.Parameter(torch.randn(rows, tokens, 258, generator=torch.Generator().manual_seed(0)))
+        self.shown: list[torch.Tensor] = []
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.shown.append(input_ids)
+        return self.logits
+
+
+def padded_rows(folder: Path) -> dict[str, torch.Tensor]:
+    """A document a row, with padding behind it."""
+    (folder / "a.jsonl").write_text('{"text": "a document that is too long to stand beside another"}\n' * 20)
+    loader = StreamLoader({"a": folder / "a.jsonl"}, seq_len=64, global_batch_size=2, packing="best_fit")
+    return next(iter(loader))
+
+
+def test_padding_is_neither_masked_nor_predicted(tmp_path: Path) -> None:
+    batch, net = padded_rows(tmp_path), Sees(2, 64)
+    module, learned = MaskedLM(net, optimizer, share=1.0), batch["labels"] != -100
+    assert 0 < learned.sum() < learned.numel()
+    expected = F.cross_entropy(net.logits[learned], batch["input_ids"][learned])  # with this share all that may be
+    torch.manual_seed(0)
+    for _ in range(20):
+        torch.testing.assert_close(module.loss(batch), expected)
+    shown = torch.stack(net.shown)
+    assert (shown[:, ~learned] == batch["input_ids"][~learned]).all()
+    assert (shown[:, learned] == 257).float().mean() == pytest.approx(0.8, abs=0.05)
+    module.loss(batch).backward()
+    assert (net.logits.grad[~learned] == 0).all()
+    assert (net.logits.grad[learned] != 0).all()
+
+
+def test_the_loss_of_a_batch_of_which_nothing_is_chosen_is_0(tmp_path: Path) -> None:
+    batch = padded_rows(tmp_path)
+    module = MaskedLM(Sees(2, 64), optimizer)
+    loss = module.loss({**batch, "labels": torch.full_like(batch["labels"], -100)})
+    loss.backward()
+    assert loss.item() == 0
+    assert (module.net.logits.grad == 0).all()
 
 
 def test_a_vit_tells_classes_of_images_apart() -> None:
