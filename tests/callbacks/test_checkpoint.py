@@ -1,5 +1,8 @@
 """When `StepCheckpoint` saves, what stays, and what a failed save costs."""
 
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from callback_runs import RandomTokens, tiny_module, trainer
+from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_fms.callbacks import StepCheckpoint
 from lightning_fms.callbacks.retention import Retention, Saved
@@ -152,7 +156,12 @@ def test_the_end_of_a_save_is_seen_two_batches_later_also_if_a_batch_has_two_ste
 
 
 def fit(
-    tmp_path: Path, checkpoint: StepCheckpoint, max_steps: int = 8, *others: L.Callback, **changes: Any
+    tmp_path: Path,
+    checkpoint: StepCheckpoint,
+    max_steps: int = 8,
+    *others: L.Callback,
+    ckpt_path: Path | None = None,
+    **changes: Any,
 ) -> L.Trainer:
     run = trainer(
         tmp_path,
@@ -163,7 +172,7 @@ def fit(
         strategy=FSDPCompileStrategy(),
         **changes,
     )
-    run.fit(tiny_module(), datamodule=RandomTokens())
+    run.fit(tiny_module(), datamodule=RandomTokens(), ckpt_path=ckpt_path)
     return run
 
 
@@ -239,6 +248,83 @@ def test_a_strategy_that_writes_one_plain_file_gathers_nothing_before_the_first_
     run = trainer(tmp_path, StepCheckpoint(tmp_path / "c"), enable_checkpointing=True, max_steps=2, strategy=strategy)
     run.fit(tiny_module(), datamodule=RandomTokens())
     assert set(asked) == {2}
+
+
+class StopAt(L.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step >= self.step
+
+
+class Written:
+    """Names of the checkpoints that were written, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names, self.real = list[str](), files.save
+        monkeypatch.setattr(files, "save", self)
+
+    def __call__(self, path: Path, *args: Any, **kwargs: Any) -> None:
+        self.real(path, *args, **kwargs)
+        self.names.append(path.name)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("stop", [4, 5])
+def test_the_last_step_of_a_run_that_stops_early_is_committed_once(tmp_path, monkeypatch, stop, asynchronous) -> None:
+    written = Written(monkeypatch)
+    checkpoint = StepCheckpoint(tmp_path / "c", every_n_steps=4, keep=-1, asynchronous=asynchronous)
+    run = fit(tmp_path, checkpoint, 8, StopAt(stop), WaitsForSaves())
+    assert run.global_step == checkpoint.last_committed_step == stop
+    assert written.names == [f"step-{step}.ckpt" for step in sorted({4, stop})]
+    files.verify(tmp_path / "c" / f"step-{stop}.ckpt")
+
+
+@pytest.mark.parametrize("every", [2, 100])
+def test_the_step_at_which_early_stopping_stops_is_committed_once(tmp_path, monkeypatch, every) -> None:
+    written = Written(monkeypatch)
+    checkpoint = StepCheckpoint(tmp_path / "c", every_n_steps=every, monitor="val_loss")
+    good_enough = EarlyStopping("val_loss", stopping_threshold=1e9, verbose=False)
+    validated = {"limit_val_batches": 1, "val_check_interval": 2, "check_val_every_n_epoch": None}
+    run = fit(tmp_path, checkpoint, 8, good_enough, **validated)
+    assert run.global_step == 2
+    assert written.names == ["step-2.ckpt"]
+    assert list(json.loads((tmp_path / "c" / "scores.json").read_text())) == ["step-2.ckpt"]
+
+
+class Harms(L.Callback):
+    """Damages the seal of a checkpoint at a later step, as a failing disk does."""
+
+    def __init__(self, folder: Path, harm: Callable[[Path], object], at: dict[int, int]) -> None:
+        self.folder, self.harm, self.at = folder, harm, at
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step in self.at:
+            self.harm(self.folder / f"step-{self.at[trainer.global_step]}.ckpt" / "COMMIT")
+
+
+SEALS: dict[str, Callable[[Path], object]] = {
+    "torn": lambda seal: os.truncate(seal, 5),
+    "empty": lambda seal: os.truncate(seal, 0),
+    "changed": lambda seal: seal.write_text(seal.read_text().replace('"step": ', '"step": 1')),
+}
+
+
+@pytest.mark.parametrize("damage", SEALS)
+def test_f2_a_seal_damaged_during_a_run_counts_for_nothing_and_is_resumed_from_by_nobody(
+    tmp_path, capsys, damage
+) -> None:
+    folder, harm = tmp_path / "c", SEALS[damage]
+    fit(tmp_path, StepCheckpoint(folder, every_n_steps=2, keep=2), 8, Harms(folder, harm, {7: 6}))
+    assert {path.name for path in folder.iterdir()} == {"step-4.ckpt", "step-6.ckpt", "step-8.ckpt"}
+    harm(folder / "step-8.ckpt" / "COMMIT")
+    found = latest_committed(folder)
+    assert found == folder / "step-4.ckpt"
+    assert capsys.readouterr().out.count("passing over") == 2
+    fit(tmp_path, StepCheckpoint(folder, every_n_steps=2, keep=2), 8, ckpt_path=found)
+    assert latest_committed(folder) == folder / "step-8.ckpt"
+    assert {path.name for path in folder.iterdir()} == {"step-6.ckpt", "step-8.ckpt"}
 
 
 @pytest.mark.parametrize(

@@ -235,13 +235,21 @@ def elsewhere() -> bool:
     return True
 
 
+class StopAt(pl.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == self.step
+
+
 def test_a_run_that_is_made_longer_goes_on_from_its_weights_and_not_from_the_average(tmp_path: Path) -> None:
-    def run(steps: int, folder: Path, **options: Any) -> Run:
-        callbacks = [EMAWeightAveraging(decay=0.7), StepCheckpoint(folder, every_n_steps=100)]
+    def run(steps: int, folder: Path, stop: int = -1, **options: Any) -> Run:
+        callbacks = [EMAWeightAveraging(decay=0.7), StopAt(stop), StepCheckpoint(folder, every_n_steps=100)]
         return fit(callbacks=callbacks, max_steps=steps, enable_checkpointing=True, **options)
 
     whole = run(4, tmp_path / "whole")
-    for limit in ({"steps": 2}, {"steps": -1, "max_epochs": 1, "limit_train_batches": 2}):
+    for limit in ({"steps": 2}, {"steps": 4, "stop": 2}, {"steps": -1, "max_epochs": 1, "limit_train_batches": 2}):
         folder = tmp_path / str(len(limit))
         run(folder=folder, **limit)
         longer = run(4, folder, ckpt_path=folder / "step-2.ckpt")
