@@ -16,7 +16,10 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PIECES = ("app", "data", "kernels", "precision", "distributed.strategy")
-_CONTEXT.set_forkserver_preload(["pytest", "hypothesis", "lightning.pytorch", *(f"lightning_fms.{p}" for p in _PIECES)])
+# Of torch's what it loads at a first compilation, and at a first step of an optimizer: else every rank does.
+_COMPILER = ("torch._inductor.compile_fx", "torch._dynamo.backends.debugging")
+_OURS = tuple(f"lightning_fms.{piece}" for piece in _PIECES)
+_CONTEXT.set_forkserver_preload(["pytest", "hypothesis", "lightning.pytorch", *_OURS, *_COMPILER])
 _PEERS_S = 10  # for the other ranks to say what they saw of a failure
 _EXIT_S = 5
 
