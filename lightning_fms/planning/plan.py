@@ -62,10 +62,7 @@ def plan(cfg: DictConfig, choices: Mapping[str, Any]) -> report.Plan:
     run = _run(cfg, settings, work)
     precisions = precisions_for(cfg, choices, settings, hardware, devices)
     settings = with_own_offload(cfg, settings)
-    space = enumerate_space(
-        devices, cfg.data.global_batch_size, nodes, list(settings.checkpointing), list(settings.offload), precisions,
-        list(settings.kernels), settings.largest_micro_batch, list(settings.activation_offload),
-    )  # fmt: skip
+    space = space_of(cfg, settings, precisions, devices, nodes)
     structures = {structure_of(c) for c in space}
     print(f"fms-plan: {len(space)} configurations, probing {len(structures)} structures without a GPU ...", flush=True)
     probed = probe(job_for(cfg, settings, precisions, choices), space, settings.processes)
@@ -107,6 +104,16 @@ def check_plan(cfg: DictConfig) -> None:
         raise ConfigError(
             f"strategy={cfg.strategy._target_}: only FSDPCompileStrategy can be planned; give strategy=fsdp_compile"
         )
+
+
+def space_of(
+    cfg: DictConfig, settings: PlanSettings, precisions: Sequence[str], devices: int, nodes: int = 1
+) -> list[Configuration]:
+    """What the settings say to try on so many devices."""
+    return enumerate_space(
+        devices, cfg.data.global_batch_size, nodes, list(settings.checkpointing), list(settings.offload), list(precisions),
+        list(settings.kernels), settings.largest_micro_batch, list(settings.activation_offload),
+    )  # fmt: skip
 
 
 def with_own_offload(cfg: DictConfig, settings: PlanSettings) -> PlanSettings:
@@ -249,11 +256,7 @@ def _what_if(
             continue
         others = list(candidates)
         if count != devices:
-            space = enumerate_space(
-                count, cfg.data.global_batch_size, 1, list(settings.checkpointing), list(settings.offload),
-                sorted({s.precision for s in probed}), list(settings.kernels), settings.largest_micro_batch,
-                list(settings.activation_offload),
-            )  # fmt: skip
+            space = space_of(cfg, settings, sorted({s.precision for s in probed}), count)
             others = [c for k in space if (c := elsewhere(k, probed, work, hardware, devices, every)) is not None]
         best = chosen(others)
         if best is not None:

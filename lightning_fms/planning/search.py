@@ -19,7 +19,7 @@ from lightning_fms.planner.candidates import Candidate, ranked
 from lightning_fms.planner.hardware import Hardware
 from lightning_fms.planner.measure import Trial, halve_together
 from lightning_fms.planner.settings import PlanSettings
-from lightning_fms.planner.space import Configuration, enumerate_space
+from lightning_fms.planner.space import Configuration
 from lightning_fms.planning.experiment import write_experiment
 from lightning_fms.planning.jobs import probe
 from lightning_fms.planning.plan import (
@@ -29,6 +29,7 @@ from lightning_fms.planning.plan import (
     fill_vocabulary,
     job_for,
     precisions_for,
+    space_of,
     with_activations,
     with_own_offload,
 )
@@ -58,10 +59,7 @@ def possible(
     devices = app.devices_asked(cfg.trainer)
     precisions = precisions_for(cfg, choices, settings, hardware, devices)
     settings = with_own_offload(cfg, settings)
-    space = enumerate_space(
-        devices, cfg.data.global_batch_size, 1, list(settings.checkpointing), list(settings.offload), precisions,
-        list(settings.kernels), settings.largest_micro_batch, list(settings.activation_offload),
-    )  # fmt: skip
+    space = space_of(cfg, settings, precisions, devices)
     probed = probe(job_for(cfg, settings, precisions, choices), space, settings.processes)
     work = with_activations(count_work(cfg), probed)
     candidates, failed = candidates_of(space, probed, work, hardware, cfg.strategy.get("checkpoint_every", 2))
