@@ -15,11 +15,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PIECES = ("app", "data", "kernels", "precision", "distributed.strategy")
-# Of torch's what it loads at a first compilation, and at a first step of an optimizer: else every rank does.
+_PIECES = ("app", "callbacks", "data", "kernels", "models", "precision", "distributed.strategy")
+# What torch loads at a first compilation, and tests of other people's models: else every rank does.
 _COMPILER = ("torch._inductor.compile_fx", "torch._dynamo.backends.debugging")
+_THEIRS = ("transformers.models.llama.modeling_llama", "transformers.modeling_utils", "safetensors.torch")
 _OURS = tuple(f"lightning_fms.{piece}" for piece in _PIECES)
-_CONTEXT.set_forkserver_preload(["pytest", "hypothesis", "lightning.pytorch", *_OURS, *_COMPILER])
+_CONTEXT.set_forkserver_preload(["pytest", "hypothesis", "lightning.pytorch", *_OURS, *_COMPILER, *_THEIRS])
 _PEERS_S = 10  # for the other ranks to say what they saw of a failure
 _EXIT_S = 5
 
