@@ -24,8 +24,6 @@ class FailsOnce(L.Callback):
             raise RuntimeError("told to fail")
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*treespec")
-@pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable")
 def test_a_fit_after_one_that_failed_begins_with_an_agreement_of_its_own(tmp_path) -> None:
     fails = FailsOnce()
     run = trainer(tmp_path, fails, StepCheckpoint(tmp_path / "c"), Resilience(), enable_checkpointing=True)

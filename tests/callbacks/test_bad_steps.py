@@ -142,7 +142,6 @@ def test_settings_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> N
         BadSteps(**arguments)
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*treespec")
 def test_a_gradient_scaler_whose_overflows_would_count_is_refused_before_the_first_step(tmp_path) -> None:
     fp16 = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     run = trainer(tmp_path, BadSteps(), plugins=[fp16])

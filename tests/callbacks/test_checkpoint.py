@@ -19,12 +19,6 @@ from lightning_fms.distributed import CheckpointError, FSDPCompileStrategy, late
 from lightning_fms.distributed import checkpoint as files
 from lightning_fms.models import CausalLM
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*treespec"),
-    pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable"),
-]
-
 
 def saved(*steps: int, hours: float = 1.0, scores: dict[int, float] | None = None) -> list[Saved]:
     return [Saved(Path(f"step-{s}"), s, 3600 * hours * i, (scores or {}).get(s)) for i, s in enumerate(steps)]
@@ -311,6 +305,7 @@ SEALS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable")
 @pytest.mark.parametrize("damage", SEALS)
 def test_f2_a_seal_damaged_during_a_run_counts_for_nothing_and_is_resumed_from_by_nobody(
     tmp_path, capsys, damage

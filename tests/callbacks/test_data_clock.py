@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_fms.callbacks import GoodputLog, Progress, Straggler, data_clock
 from lightning_fms.callbacks.data_clock import DataClock, data_wait_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*does not have many workers")
-
 FETCHING, TRAINING, VALIDATING = 1.0, 10.0, 100.0
 
 

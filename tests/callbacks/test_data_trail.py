@@ -14,12 +14,6 @@ from tests.data.chains import write_jsonl
 from tests.data.fits import fit
 from tests.worlds import run_world
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:.*You defined a .validation_step. but have no .val_dataloader"),
-]
-
 
 def _fit(data: dict, folder: Path) -> None:
     fit(data, "ddp", 7, callbacks=(DataTrail(str(folder), every_n_steps=3),))
@@ -36,6 +30,7 @@ def test_d12_the_trail_answers_which_documents_a_step_has_seen(tmp_path: Path) -
     assert {reading.row for reading in expected} == set(range(20, 25))
 
 
+@pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 def test_a_data_module_without_a_position_is_refused(tmp_path: Path) -> None:
     trail = DataTrail(str(tmp_path))
     trainer = L.Trainer(

@@ -10,11 +10,6 @@ from callback_runs import RandomTokens, tiny_module, trainer
 from lightning_fms.callbacks import HangWatchdog
 from lightning_fms.models import CausalLM
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*treespec"),
-]
-
 
 class Looks(CausalLM):
     """Notes in every step whether the watchdog's thread is there."""

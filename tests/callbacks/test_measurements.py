@@ -14,16 +14,6 @@ from lightning_fms.callbacks.flops import count_train_flops, matmul_weights
 from lightning_fms.callbacks.peaks import peak_of, peak_tflops
 from lightning_fms.models import CausalLM, Llama
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{message}")
-    for message in (
-        ".*does not have many workers.*",
-        ".*`isinstance.treespec, LeafSpec",
-        ".*You defined a `validation_step` but have no `val_dataloader`",
-        ".*Checkpoint directory .* exists and is not empty",
-    )
-]
-
 
 class Logged(Callback):
     """What the loggers would get, by step."""
@@ -179,6 +169,7 @@ def test_the_mix_is_asked_for_on_logging_steps_only_and_on_every_rank(tmp_path, 
     assert asked == [2, 4, 6]
 
 
+@pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 def test_a_mix_without_sources_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="mix_report"):
         trainer(tmp_path, DataMix()).fit(tiny_module(), RandomTokens().train_dataloader())

@@ -17,14 +17,6 @@ from torch.autograd.profiler_util import FunctionEvent
 from lightning_fms.callbacks import Overlap, overlap
 from lightning_fms.callbacks.exposed import Exposure, difference, exposure, kernels_of, length, union
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{message}")
-    for message in (
-        ".*does not have many workers.*",
-        ".*`isinstance.treespec, LeafSpec",
-        ".*but have no `val_dataloader`",
-    )
-]
 NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(-3, 12)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)
 

@@ -14,16 +14,6 @@ from lightning_fms.callbacks import GradNorm, Memory, Progress, Sample, StepChec
 from lightning_fms.callbacks.progress import columns_for, short_count, short_time
 from lightning_fms.models import generate
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{message}")
-    for message in (
-        ".*does not have many workers.*",
-        ".*`isinstance.treespec, LeafSpec",
-        ".*You defined a `validation_step` but have no `val_dataloader`",
-        ".*Checkpoint directory .* exists and is not empty",
-    )
-]
-
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
@@ -138,6 +128,7 @@ def test_a_sample_is_generated_printed_and_kept(tmp_path, capsys) -> None:
     assert sample.text == RandomTokens().tokenizer.decode(expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 def test_a_sample_without_a_tokenizer_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="no tokenizer"):
         trainer(tmp_path, Sample(generate)).fit(tiny_module(), RandomTokens().train_dataloader())
