@@ -125,3 +125,12 @@ def test_residual_projections_start_smaller_with_depth() -> None:
 def test_impossible_sizes_are_refused_by_name(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Llama(**{**SIZES, **change})
+
+
+def test_weights_have_the_names_and_the_order_that_checkpoints_know() -> None:
+    block = (
+        "attention_norm", "attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj",
+        "ffn_norm", "ffn.gate_proj", "ffn.up_proj", "ffn.down_proj",
+    )  # fmt: skip
+    layers = [f"layers.{number}.{name}.weight" for number in range(3) for name in block]
+    assert list(Llama(**SIZES).state_dict()) == ["embedding.weight", *layers, "norm.weight", "head.weight"]

@@ -71,3 +71,12 @@ def test_a_shipped_shape_has_as_many_parameters_as_pythia(name: str, parameters:
 def test_sizes_that_do_not_fit_are_refused(change: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NeoX(**{**SIZES, **change})  # type: ignore[arg-type]
+
+
+def test_weights_have_the_names_and_the_order_that_checkpoints_know() -> None:
+    block = (
+        "attention_norm", "attention.qkv_proj", "attention.o_proj", "ffn_norm", "ffn.up_proj", "ffn.down_proj",
+    )  # fmt: skip
+    layers = [f"layers.{n}.{name}.{kind}" for n in range(3) for name in block for kind in ("weight", "bias")]
+    expected = ["embedding.weight", *layers, "norm.weight", "norm.bias", "head.weight"]
+    assert list(NeoX(**SIZES).state_dict()) == expected
