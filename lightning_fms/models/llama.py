@@ -16,6 +16,8 @@ GPT-2 for the initialisation: normal with std 0.02, divided by sqrt(2 * depth) i
 stream.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -119,7 +121,63 @@ class Block(nn.Module):
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
 
-class Llama(nn.Module):
+class Decoder(nn.Module):
+    """What decoders have in common: tokens are embedded, go through blocks with one rotary table, and a norm and the head follow.
+
+    Args:
+        vocab_size, dim: V, D.
+        blocks: of [B, T, D] with cosine, sine and mask; made in this order, behind the embedding.
+        norm: the last one.
+        std: standard deviation of the initial embedding and head.
+        rotated: values of each head that are rotated.
+        rope_theta: base of the rotary frequencies.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        blocks: Iterable[nn.Module],
+        norm: nn.Module,
+        std: float,
+        rotated: int,
+        rope_theta: float,
+    ) -> None:
+        super().__init__()
+        self.rotated, self.rope_theta = rotated, rope_theta
+        self.embedding = TokenEmbedding(vocab_size, dim, std)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = norm
+        self.head = Projection(dim, vocab_size, std)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, T, V] for the token after each position.
+
+        Args:
+            input_ids: int [B, T].
+            position_ids: int [B, T] for the rotary angles. `None` = 0..T-1 in every row.
+            document_ids: int [B, T], the document of each token: a token sees its own document only. `None` = the whole row.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        cos, sin = rotary_tables(position_ids, self.rotated, self.rope_theta)
+        mask = None if document_ids is None else document_mask(document_ids)
+        x_BTD = self.embedding(input_ids)
+        for block in self.layers:
+            x_BTD = block(x_BTD, cos, sin, mask)
+        return self.head(self.norm(x_BTD))
+
+
+def check_sizes(**sizes: int) -> None:
+    """Refuse a size that is not positive, by its name (ValueError)."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}={size}: must be at least 1")
+
+
+class Llama(Decoder):
     """A decoder-only transformer.
 
     Args:
@@ -152,50 +210,18 @@ class Llama(nn.Module):
         tie_embeddings: bool = False,
         init_std: float = 0.02,
     ) -> None:
-        super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         ffn_dim = -(-8 * dim // (3 * 64)) * 64 if ffn_dim is None else ffn_dim
-        sizes = {
-            "vocab_size": vocab_size,
-            "dim": dim,
-            "n_layers": n_layers,
-            "n_heads": n_heads,
-            "n_kv_heads": n_kv_heads,
-            "ffn_dim": ffn_dim,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name}={size}: must be at least 1")
+        check_sizes(
+            vocab_size=vocab_size, dim=dim, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads, ffn_dim=ffn_dim
+        )
         if dim % (2 * n_heads):
             raise ValueError(f"{dim=}, {n_heads=}: dim must be a multiple of 2 * n_heads")
         if n_heads % n_kv_heads:
             raise ValueError(f"{n_heads=}, {n_kv_heads=}: n_heads must be a multiple of n_kv_heads")
-        self.head_dim, self.rope_theta = dim // n_heads, rope_theta
         residual_std = init_std / (2 * n_layers) ** 0.5
-        self.embedding = TokenEmbedding(vocab_size, dim, init_std)
-        self.layers = nn.ModuleList(
-            Block(dim, n_heads, n_kv_heads, ffn_dim, norm_eps, init_std, residual_std) for _ in range(n_layers)
-        )
-        self.norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.head = Projection(dim, vocab_size, init_std)
+        blocks = (Block(dim, n_heads, n_kv_heads, ffn_dim, norm_eps, init_std, residual_std) for _ in range(n_layers))
+        norm = nn.RMSNorm(dim, eps=norm_eps)
+        super().__init__(vocab_size, dim, blocks, norm, init_std, dim // n_heads, rope_theta)
         if tie_embeddings:
             self.head.weight = self.embedding.weight
-
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
-    ) -> Tensor:
-        """Logits [B, T, V] for the token after each position.
-
-        Args:
-            input_ids: int [B, T].
-            position_ids: int [B, T] for the rotary angles. `None` = 0..T-1 in every row.
-            document_ids: int [B, T], the document of each token: a token sees its own document only. `None` = the whole row.
-        """
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        cos, sin = rotary_tables(position_ids, self.head_dim, self.rope_theta)
-        mask = None if document_ids is None else document_mask(document_ids)
-        x_BTD = self.embedding(input_ids)
-        for block in self.layers:
-            x_BTD = block(x_BTD, cos, sin, mask)
-        return self.head(self.norm(x_BTD))

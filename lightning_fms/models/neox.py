@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fms.models.document_mask import DocumentMask, document_mask, masked_attention
-from lightning_fms.models.llama import Projection, TokenEmbedding, rotary_tables, rotate
+from lightning_fms.models.document_mask import DocumentMask, masked_attention
+from lightning_fms.models.llama import Decoder, check_sizes, rotate
 
 
 class Affine(nn.Linear):
@@ -87,7 +87,7 @@ class Block(nn.Module):
         return x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin, mask) + self.ffn(self.ffn_norm(x_BTD))
 
 
-class NeoX(nn.Module):
+class NeoX(Decoder):
     """A decoder-only transformer with parallel blocks.
 
     Args:
@@ -115,34 +115,16 @@ class NeoX(nn.Module):
         rope_theta: float = 10_000.0,
         norm_eps: float = 1e-5,
     ) -> None:
-        super().__init__()
         ffn_dim = 4 * dim if ffn_dim is None else ffn_dim
-        sizes = {"vocab_size": vocab_size, "dim": dim, "n_layers": n_layers, "n_heads": n_heads, "ffn_dim": ffn_dim}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name}={size}: must be at least 1")
+        check_sizes(vocab_size=vocab_size, dim=dim, n_layers=n_layers, n_heads=n_heads, ffn_dim=ffn_dim)
         if dim % n_heads:
             raise ValueError(f"{dim=}, {n_heads=}: dim must be a multiple of n_heads")
-        self.rotated, self.rope_theta = int(dim // n_heads * rotary_fraction), rope_theta
-        if self.rotated < 2 or self.rotated % 2 or rotary_fraction > 1:
+        rotated = int(dim // n_heads * rotary_fraction)
+        if rotated < 2 or rotated % 2 or rotary_fraction > 1:
             raise ValueError(
-                f"{rotary_fraction=} of heads of {dim // n_heads}: {self.rotated} values, which must be even and at least 2"
+                f"{rotary_fraction=} of heads of {dim // n_heads}: {rotated} values, which must be even and at least 2"
             )
         std, residual_std = math.sqrt(2 / (5 * dim)), 2 / (n_layers * math.sqrt(dim))
-        self.embedding = TokenEmbedding(vocab_size, dim, std)
-        self.layers = nn.ModuleList(Block(dim, n_heads, ffn_dim, norm_eps, std, residual_std) for _ in range(n_layers))
-        self.norm = nn.LayerNorm(dim, eps=norm_eps)
-        self.head = Projection(dim, vocab_size, std)
-
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
-    ) -> Tensor:
-        """Logits [B, T, V] for the token after each position; arguments as in `Llama.forward`."""
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        cos, sin = rotary_tables(position_ids, self.rotated, self.rope_theta)
-        mask = None if document_ids is None else document_mask(document_ids)
-        x_BTD = self.embedding(input_ids)
-        for block in self.layers:
-            x_BTD = block(x_BTD, cos, sin, mask)
-        return self.head(self.norm(x_BTD))
+        blocks = (Block(dim, n_heads, ffn_dim, norm_eps, std, residual_std) for _ in range(n_layers))
+        norm = nn.LayerNorm(dim, eps=norm_eps)
+        super().__init__(vocab_size, dim, blocks, norm, std, rotated, rope_theta)
