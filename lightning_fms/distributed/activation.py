@@ -56,13 +56,20 @@ def checkpoint_blocks(
         ValueError: an unknown mode or operator, or `every` < 2.
     """
     check_mode(mode, every, save_ops)
-    step = {"none": 0, "budget": 0, "full": 1, "selective": 1 if save_ops else every}[mode]
-    chosen = [name for i, name in enumerate(blocks) if step and i % step == 0 and where(blocks[name])]
+    chosen = [name for name in chosen_blocks(list(blocks), mode, every, save_ops) if where(blocks[name])]
     context = functools.partial(create_selective_checkpoint_contexts, _overloads(save_ops)) if save_ops else None
     for name in chosen:
         block = blocks[name]
         block.forward = _recomputed(block.forward, context)
     return chosen
+
+
+def chosen_blocks(
+    names: Sequence[str], mode: str, every: int = 2, save_ops: Sequence[str] | str | None = None
+) -> list[str]:
+    """The blocks that a mode recomputes, of all `names` in order; see `checkpoint_blocks`."""
+    step = {"none": 0, "budget": 0, "full": 1, "selective": 1 if save_ops else every}[mode]
+    return list(names[::step]) if step else []
 
 
 def kept_by_the_compiler(block: nn.Module) -> bool:

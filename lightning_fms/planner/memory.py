@@ -35,7 +35,8 @@ class Outside:
 
     Args:
         context: driver and libraries; 0.45 to 0.6 on recent NVIDIA GPUs.
-        workspace: of cuBLAS and the compiler.
+        workspace: of cuBLAS, which PyTorch's allocator counts: 32 MiB on Hopper and later (8 before) for each thread that
+            multiplies, and forward and backward are two.
         communication: buffers of NCCL, for several ranks.
         fragmentation: what the allocator reserves above what is in use, as a share of it, at most `fragmentation_limit`.
         below: how far the real peak may lie under the predicted one, as a share.
@@ -43,7 +44,7 @@ class Outside:
     """
 
     context: float = 0.55
-    workspace: float = 0.1
+    workspace: float = 0.0625
     communication: float = 0.6
     fragmentation: float = 0.06
     fragmentation_limit: float = 5.0
@@ -56,7 +57,7 @@ class Prediction:
     """Memory of one rank.
 
     Attributes:
-        active: bytes of tensors at the peak, what `torch.cuda.max_memory_allocated` shows.
+        active: bytes of tensors and workspaces at the peak, what `torch.cuda.max_memory_allocated` shows.
         phase: where the peak is.
         phases: peak of each phase.
         low: least that the device has to have.
@@ -145,8 +146,8 @@ def predict(
         size = float(peak) if offload_copies is None else max(peak - movable, 0) + offload_copies
         phases[phase] = size + (scratch if phase == "loss" else 0.0)
     phase = max(phases, key=lambda name: phases[name])
-    active = phases[phase]
+    active = phases[phase] + outside.workspace * GIB
     fixed = (outside.context + (outside.communication if ranks > 1 else 0.0)) * GIB
     spare = min(outside.fragmentation * active, outside.fragmentation_limit * GIB)
-    high = (1 + outside.above) * active + spare + fixed + outside.workspace * GIB
+    high = (1 + outside.above) * active + spare + fixed
     return Prediction(active, phase, phases, (1 - outside.below) * active + 0.8 * fixed, high)

@@ -14,7 +14,7 @@ parameters that are swapped in and out, which the suite does on one device.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -49,6 +49,7 @@ class MemoryTracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}  # by address of the storage; 0 for one that is not counted (yet)
         self._alive: dict[int, weakref.finalize] = {}
         self._elsewhere: set[int] = set()
+        self._read: dict[int, list[Tensor]] = {}  # what the kernel will read that writes an uncounted storage
         self._fused = 0
         self._resize = UntypedStorage.resize_
 
@@ -110,6 +111,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._set(storage, storage.nbytes())
 
     def _set(self, storage: UntypedStorage, size: int) -> None:
+        self._read.pop(storage._cdata, None)  # first: a kernel writes over an input that nothing else needs
         rounded = -(-size // ALLOCATION) * ALLOCATION
         self.current += rounded - self._sizes[storage._cdata]
         self._sizes[storage._cdata] = rounded
@@ -117,6 +119,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.current -= self._sizes.pop(key)
+        self._read.pop(key, None)
         self._elsewhere.discard(key)
         del self._alive[key]
 
@@ -144,10 +147,25 @@ class MemoryTracker(TorchDispatchMode):
         called = not self._fused or _is_called(func)
         if called and self._fused:
             self.hold(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._count(leaf, materialise=called)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for leaf in made:
+            self._count(leaf, materialise=called)
+        if not called:
+            self._remember(made, (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
         return result
+
+    def _remember(self, made: Sequence[Tensor], operands: Iterable[Tensor]) -> None:
+        """Keep what a kernel reads until it runs, which is when something asks for what it writes."""
+        read: dict[int, Tensor] = {}
+        for operand in operands:
+            for storage in _storages(operand):
+                key = storage._cdata
+                known = [operand] if self._sizes.get(key, 0) else self._read.get(key, [])
+                read |= {id(tensor): tensor for tensor in known}
+        for leaf in made:
+            for storage in _storages(leaf):
+                if self._sizes[storage._cdata] == 0:
+                    self._read.setdefault(storage._cdata, list(read.values()))
 
 
 def _is_called(func: Any) -> bool:

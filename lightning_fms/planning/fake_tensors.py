@@ -4,6 +4,8 @@ Called once in the process of a probe, which does nothing else afterwards.
 """
 
 import importlib
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from lightning_fms.precision.row_scaled import empty_weight
 def accept_fake_tensors() -> None:
     """Let the suite run on fake tensors, for the rest of this process."""
     fake_safe_swap()
+    torch.rms_norm = partial(_rms_norm, torch.rms_norm)
     swap._needs_real_logits = _needs_real_logits
     loss: Any = importlib.import_module(
         "lightning_fms.kernels.linear_cross_entropy"
@@ -33,6 +36,28 @@ def accept_fake_tensors() -> None:
     offload.Offload._moves = _moves  # type: ignore[method-assign]
     for name, method in (("add", _add), ("send", _send), ("_copy", _in_place)):
         setattr(offload._Page, name, method)
+
+
+def _rms_norm(
+    plain: Any, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Outside of compiled blocks a GPU has one operation, which keeps its input; elsewhere fp32 copies of it are kept, too."""
+    if type(input) is not FakeTensor or weight is None:
+        return plain(input, normalized_shape, weight, eps)
+    output: Tensor = _RMSNorm.apply(input, weight)
+    return output
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(input, weight, input.new_empty(*input.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(input, dtype=torch.promote_types(input.dtype, weight.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        input, weight, _ = ctx.saved_tensors
+        return torch.empty_like(input), torch.empty_like(weight)
 
 
 def _needs_real_logits(head: nn.Linear, input: Tensor) -> bool:

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from lightning_fms import app
-from lightning_fms.distributed import one_pass_optimizer, policy, shard, surroundings
+from lightning_fms.distributed import activation, one_pass_optimizer, policy, shard, surroundings
 from lightning_fms.distributed.blocks import find_blocks
 from lightning_fms.distributed.mesh import build_mesh, resolve_mesh
 from lightning_fms.distributed.place import Placed, Settings, place
@@ -127,13 +127,14 @@ def assemble(
             if hasattr(plugin, "recipe"):
                 _convert(module, plugin, structure.shard, emulate=graphs is None and device.type == "cpu")
                 undo.callback(restore, module)
-        compiles = cfg.strategy.get("compile", "auto")
+        compiles, every = cfg.strategy.get("compile", "auto"), cfg.strategy.get("checkpoint_every", 2)
+        recomputation = structure.activation_checkpointing
         if graphs is not None and compiles is not False:
-            graphs.fuse(blocks)
+            _fuse(blocks, graphs, recomputation, every)
+            recomputation = "none"
         settings = Settings(
             cfg.strategy.get("blocks"), False if graphs is not None else compiles,
-            activation_checkpointing=structure.activation_checkpointing,
-            checkpoint_every=cfg.strategy.get("checkpoint_every", 2),
+            activation_checkpointing=recomputation, checkpoint_every=every,
             reshard_after_forward=structure.reshard_after_forward, activation_offload=structure.activation_offload,
             prefetch=cfg.strategy.get("prefetch", 1),
         )  # fmt: skip
@@ -147,6 +148,14 @@ def assemble(
         for optimizer in subject.optimizers:
             undo.callback(one_pass_optimizer.restore, optimizer)
         return Assembled(subject, head, largest, undo.pop_all().close)
+
+
+def _fuse(blocks: Mapping[str, nn.Module], graphs: Graphs, recomputation: str, every: int) -> None:
+    """In the place of compilation, with recomputation inside of the compiled graph or around it as in `place`."""
+    inside = {name for name, block in blocks.items() if not activation.kept_by_the_compiler(block)}
+    graphs.fuse(blocks, inside & set(activation.chosen_blocks(list(blocks), recomputation, every)))
+    apart = [block for name, block in blocks.items() if name not in inside]
+    activation.checkpoint_blocks(blocks, recomputation, every, where=lambda block: block in apart)
 
 
 def _subject(

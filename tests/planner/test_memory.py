@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from lightning_fms.planner.memory import GIB, Outside, Prediction, Verdict, at_size, predict, resharded
 from lightning_fms.planner.probe import depth_pair
 
+NO_WORKSPACE = Outside(workspace=0.0)
+
 
 def planes(coefficients: dict[str, tuple[int, int, int, int]]) -> dict[tuple[int, int], dict[str, tuple[int, int]]]:
     """Probes of phases `a + b m + c L + d m L` at rows 2, 3 and depths 2, 4; a tenth could be moved."""
@@ -33,7 +35,7 @@ def test_a_phase_is_on_its_plane_at_any_size(coefficients: tuple[int, int, int, 
 def test_the_peak_may_be_in_another_phase_than_in_the_probes() -> None:
     grid = planes({"loss": (100, 1000, 0, 0), "optimizer": (0, 0, 300, 0)})
     assert all(peaks["loss"] > peaks["optimizer"] for peaks in grid.values())
-    found = predict(grid, rows=2, depth=40)
+    found = predict(grid, rows=2, depth=40, outside=NO_WORKSPACE)
     assert (found.phase, found.active) == ("optimizer", 12_000)
 
 
@@ -46,13 +48,13 @@ def test_probes_that_are_no_grid_are_refused() -> None:
 
 def test_offload_takes_away_what_it_moves_and_adds_copies() -> None:
     grid = planes({"loss": (1000, 0, 0, 0)})
-    assert predict(grid, 2, 2).active == 1000
-    assert predict(grid, 2, 2, offload_copies=7).active == 1000 - 100 + 7
+    assert predict(grid, 2, 2, outside=NO_WORKSPACE).active == 1000
+    assert predict(grid, 2, 2, offload_copies=7, outside=NO_WORKSPACE).active == 1000 - 100 + 7
 
 
 def test_scratch_counts_where_the_loss_is_computed() -> None:
     grid = planes({"loss": (1000, 0, 0, 0), "optimizer": (1500, 0, 0, 0)})
-    assert predict(grid, 2, 2, scratch=100).active == 1500
+    assert predict(grid, 2, 2, scratch=100, outside=NO_WORKSPACE).active == 1500
     assert predict(grid, 2, 2, scratch=600).phase == "loss"
 
 
@@ -74,9 +76,10 @@ def test_the_band_holds_what_lies_outside_of_tensors() -> None:
     grid = planes({"loss": (50 * GIB, 0, 0, 0)})
     outside = Outside(context=0.5, workspace=0.1, communication=0.6, fragmentation=0.06, below=0.1, above=0.05)
     one, many = predict(grid, 2, 2, outside=outside), predict(grid, 2, 2, ranks=8, outside=outside)
-    assert one.high / GIB == pytest.approx(50 * 1.11 + 0.6)
+    assert one.active / GIB == pytest.approx(50.1)
+    assert one.high / GIB == pytest.approx(50.1 * 1.05 + min(50.1 * 0.06, 5) + 0.5)
     assert many.high - one.high == pytest.approx(0.6 * GIB)
-    assert one.low / GIB == pytest.approx(45 + 0.4)
+    assert one.low / GIB == pytest.approx(50.1 * 0.9 + 0.4)
 
 
 @given(st.integers(1, 200), st.integers(1, 8))

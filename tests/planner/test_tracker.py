@@ -1,5 +1,8 @@
 """What the tracker counts, on fake tensors."""
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -72,6 +75,23 @@ def test_only_what_leaves_a_fused_kernel_is_counted() -> None:
         del y, z
 
 
+def test_what_a_kernel_reads_lives_until_it_has_run() -> None:
+    with FakeTensorMode():
+        x, w = torch.empty(1000, 64), torch.empty(64, 64)
+        tracker = MemoryTracker()
+        tracker.hold([x, w])
+        both = tracker.current
+        with tracker, tracker.fused():
+            wide = x @ w
+            activated = wide.sigmoid()
+            del wide
+            assert tracker.current == both + 1000 * 64 * 4
+            out = activated @ w  # written over `wide`, which nothing else needs
+            assert tracker.current == both + 2 * 1000 * 64 * 4
+            del activated, out
+        assert tracker.current == both
+
+
 def test_meta_tensors_take_no_memory() -> None:
     with FakeTensorMode(), MemoryTracker() as tracker:
         x = torch.empty(1000, device="meta")
@@ -91,13 +111,13 @@ class Gated(nn.Module):
         return x + self.down(torch.nn.functional.silu(wide) * wide.sigmoid())
 
 
-def kept(fuse: bool, rows: int = 128) -> int:
+def kept(fuse: bool, rows: int = 128, recomputed: Collection[str] = ()) -> int:
     """Bytes that the forward of two blocks leaves for the backward."""
     graphs = Graphs()
     with FakeTensorMode():
         blocks = {"0": Gated(), "1": Gated()}
         if fuse:
-            graphs.fuse(blocks)
+            graphs.fuse(blocks, recomputed)
         x = torch.empty(rows, 64, requires_grad=True)
         for block in blocks.values():  # traces, outside of the tracker
             block(x).sum().backward()
@@ -115,6 +135,67 @@ def test_a_fused_block_keeps_less_than_an_eager_one() -> None:
     # `wide` and what `down` multiplies; the compiler computes the two activations of `wide` again.
     assert kept(fuse=True) == 2 * 2 * wide + narrow + loss
     assert kept(fuse=False) == 2 * 4 * wide + narrow + loss
+
+
+def test_a_recomputed_block_keeps_its_input_only() -> None:
+    narrow, loss = 128 * 64 * 4, 512
+    assert kept(fuse=True, recomputed=("0", "1")) == narrow + loss
+
+
+class _Rounded(torch.autograd.Function):
+    """A product that rounds its weight in another way for the backward, as FP8 layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight.bfloat16()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return grad @ (2 * weight).bfloat16().t(), None
+
+
+class Rounding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Rounded.apply(x, self.weight)
+
+
+def test_nothing_is_kept_that_follows_from_parameters() -> None:
+    """They outlive the graph, so a compiler rounds them in the backward, although what comes out is smaller than they are."""
+    graphs = Graphs()
+    with FakeTensorMode():
+        block = Rounding()
+        graphs.fuse({"0": block})
+        x = torch.empty(8, 64, dtype=torch.bfloat16, requires_grad=True)
+        block(x).sum().backward()
+        graphs.tracker.hold([x, block.weight])
+        with graphs.tracker as tracker:
+            before = tracker.current
+            output = block(x)
+            assert tracker.current - before == output.nbytes
+
+
+def test_what_is_kept_for_backward_goes_while_it_runs() -> None:
+    graphs, wide = Graphs(), 128 * 256 * 4
+    with FakeTensorMode():
+        block = Gated()
+        graphs.fuse({"0": block})
+        x = torch.empty(128, 64, requires_grad=True)
+        block(x).sum().backward()
+        x.grad = block.up.weight.grad = block.down.weight.grad = None
+        graphs.tracker.hold([x, *block.parameters()])
+        with graphs.tracker as tracker:
+            loss = block(x).sum()
+            before = tracker.current
+            tracker.phase("backward")
+            loss.backward()
+        # Its gradient and the wide one beside what was kept: three, where four were held at once.
+        assert tracker.peaks["backward"] - before < 2 * wide
 
 
 def test_fused_blocks_give_gradients_of_the_right_shapes() -> None:
