@@ -30,6 +30,26 @@ def test_links_between_the_pages_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def modules_by_room() -> dict[str, list[str]]:
+    """Names of modules by their folder in the package; those of Hydra's plugins too."""
+    rooms: dict[str, list[str]] = {}
+    for path in sorted([*(TREE / "lightning_fms").rglob("*.py"), *(TREE / "hydra_plugins").rglob("*.py")]):
+        if path.stem != "__init__":
+            folder = path.parent.relative_to(TREE).as_posix().removeprefix("lightning_fms").strip("/")
+            rooms.setdefault(folder.removesuffix("/lightning_fms"), []).append(path.stem)
+    return rooms
+
+
+@pytest.mark.parametrize(("room", "modules"), modules_by_room().items())
+def test_every_module_is_named_in_the_architecture(room: str, modules: list[str]) -> None:
+    """In the row of its room; what is in no room anywhere, with its suffix."""
+    lines = (TREE / "docs" / "architecture.md").read_text().splitlines()
+    text = "\n".join(line for line in lines if line.startswith(f"| `{room}` |") or not room)
+    suffix = "" if room else ".py"
+    missing = [name for name in modules if f"`{name}{suffix}`" not in text]
+    assert not missing, f"{room or 'the package'}: {', '.join(missing)}"
+
+
 def commands_of(page: str, program: str) -> list[list[str]]:
     blocks = re.findall(r"^```\n(.*?)^```", (TREE / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     lines = [line.rpartition("&& ")[2] for block in blocks for line in block.splitlines()]
