@@ -182,9 +182,7 @@ class TritonKernels(Callback):
     def _leave_libraries(self, module: nn.Module, device: torch.device) -> None:
         """What else calls a library: compiled GEMMs, attention, linear layers."""
         self._compiler.enter()
-        if self.verify and "matrix product" not in self._verified:
-            verify_matmul(device)
-            self._verified.add("matrix product")
+        self._verify("matrix product", verify_matmul, device, "triton_only")
         self._linears += swap_linears(module, self._swaps)
         self._decided += library_layers(module)
         if device.type == "cuda":  # FlexAttention has no backward on CPU
@@ -216,9 +214,9 @@ class TritonKernels(Callback):
             self._decided.append(why)
         return wanted
 
-    def _verify(self, name: str, check: Any, device: torch.device) -> None:
+    def _verify(self, name: str, check: Any, device: torch.device, backend: str | None = None) -> None:
         if self.verify and name not in self._verified:
-            check(device, self.backend)
+            check(device, backend or self.backend)
             self._verified.add(name)
 
     def _act(self, trainer: Trainer, pl_module: LightningModule) -> None:

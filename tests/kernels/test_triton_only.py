@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.autograd import DeviceType
 
-from lightning_fms.kernels import TritonKernels
+from lightning_fms.kernels import TritonKernels, callback
 from lightning_fms.kernels.library_kernels import cuda_libraries_used
 from lightning_fms.kernels.swap import Swaps, swap_rms_norms
 from lightning_fms.kernels.triton_only import library_layers, swap_linears
@@ -80,6 +80,22 @@ def test_linears_and_norms_step_aside_in_a_compiled_block() -> None:
     swap_rms_norms(net, swaps, "auto", True)
     torch.testing.assert_close(torch.compile(block, backend="eager", fullgraph=True)(*calls[0]), expected)
     swaps.restore()
+
+
+def test_each_kernel_is_verified_once_and_the_matrix_product_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[tuple[str, str]] = []
+    for name in ("linear_cross_entropy", "rms_norm", "matmul"):
+        monkeypatch.setattr(
+            callback, f"verify_{name}", lambda device, backend="triton_only", name=name: checked.append((name, backend))
+        )
+    monkeypatch.setattr(callback, "INTERPRETED", True)
+    kernels = TritonKernels(triton_only=True, verify=True)
+    try:
+        for _ in range(2):
+            kernels.transform_module(Llama(53, 32, 1, 4))
+    finally:
+        kernels.restore()
+    assert checked == [("linear_cross_entropy", "auto"), ("rms_norm", "auto"), ("matmul", "triton_only")]
 
 
 def test_options_that_contradict_it_are_refused_and_a_device_without_triton_is_said() -> None:
