@@ -14,8 +14,6 @@ from torch.autograd.profiler_util import FunctionEventAvg
 from lightning_fms.callbacks import MemorySnapshot, Overlap, Profiler
 from lightning_fms.callbacks.profiler import shares
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")  # torch 2.11
-
 
 def test_it_writes_a_trace_and_a_table_of_the_steps_asked_for(tmp_path: Path, capsys) -> None:
     profiler = Profiler(tmp_path / "profile", at_step=2, steps=2)
