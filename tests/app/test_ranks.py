@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_a_rank_that_waits_for_others_says_so_and_names_srun() -> None:
     assert "srun" in line
 
 
-def as_slurms_rank(port: int, refuse: bool) -> tuple[Any, ...]:
+def as_slurms_rank(folder: Path, port: int, refuse: bool) -> tuple[Any, ...]:
     """What a task of srun's hears, or how it ends."""
     rank = os.environ["RANK"]
     for name in set(os.environ) - set(clean_environment()):
@@ -108,14 +109,19 @@ def as_slurms_rank(port: int, refuse: bool) -> tuple[Any, ...]:
         return {"decided by": os.environ["SLURM_PROCID"]}
 
     try:
-        return agree("first", decide), agree("second", lambda: [1, None])
+        heard: tuple[Any, ...] = agree("first", decide), agree("second", lambda: [1, None])
     except (ValueError, SystemExit) as error:
-        return type(error), *error.args
+        heard = type(error), *error.args
+    (folder / rank).touch()
+    end = time.monotonic() + 60
+    while not (folder / "1").exists() and time.monotonic() < end:  # the store ends with rank 0
+        time.sleep(0.01)
+    return heard
 
 
 @pytest.mark.parametrize("refuse", [False, True])
-def test_slurms_ranks_hear_the_first_also_that_it_failed(refuse: bool) -> None:
-    heard = run_world(as_slurms_rank, 2, free_port(), refuse)
+def test_slurms_ranks_hear_the_first_also_that_it_failed(refuse: bool, tmp_path: Path) -> None:
+    heard = run_world(as_slurms_rank, 2, tmp_path, free_port(), refuse)
     if refuse:
         assert heard == [(ValueError, "refused"), (SystemExit, 2)]
     else:
