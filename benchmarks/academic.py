@@ -26,7 +26,8 @@ from lightning_fms.planner.settings import PlanSettings
 from lightning_fms.planner.space import Configuration, enumerate_space
 from lightning_fms.planner.throughput import DAY, Work
 from lightning_fms.planning.jobs import Probed, probe, structure_of
-from lightning_fms.planning.plan import count_work, elsewhere, job_for, judged, with_activations
+from lightning_fms.planning.plan import elsewhere, judged, with_activations
+from lightning_fms.planning.scope import count_work, job_for
 from lightning_fms.planning.subject import Structure
 
 MODELS = ("160m", "410m", "1b", "1_4b", "2_8b", "6_9b")

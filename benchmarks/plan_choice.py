@@ -35,7 +35,8 @@ from lightning_fms.planner.measure import Trial, halve
 from lightning_fms.planner.settings import PlanSettings
 from lightning_fms.planner.space import Configuration, enumerate_space
 from lightning_fms.planning.jobs import probe, structure_of
-from lightning_fms.planning.plan import count_work, job_for, judged, with_activations
+from lightning_fms.planning.plan import judged, with_activations
+from lightning_fms.planning.scope import count_work, job_for
 
 ROWS, LEAST_ROWS = 8, 2
 PRECISIONS = ("bf16", "fused")

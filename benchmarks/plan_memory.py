@@ -39,7 +39,7 @@ from lightning_fms.planner.settings import PlanSettings
 from lightning_fms.planner.space import Configuration, enumerate_space
 from lightning_fms.planner.tracker import MemoryTracker
 from lightning_fms.planning.jobs import Probed, prediction, probe, structure_of
-from lightning_fms.planning.plan import job_for
+from lightning_fms.planning.scope import job_for
 from lightning_fms.planning.subject import Structure, assemble, process_group
 
 PRECISIONS = ("bf16", "fp8", "fused")

@@ -8,32 +8,26 @@ experiment.
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-import torch
-from hydra import compose
-from omegaconf import DictConfig, OmegaConf, open_dict
-from torch import nn
+from omegaconf import DictConfig
 
 from lightning_fms import app
-from lightning_fms.callbacks.flops import count_train_flops, matmul_weights
 from lightning_fms.config_check import ConfigError
-from lightning_fms.data.tokenizer import open_tokenizer
-from lightning_fms.distributed.blocks import find_blocks
 from lightning_fms.planner import report
 from lightning_fms.planner.candidates import Candidate, Run, chosen
 from lightning_fms.planner.hardware import Hardware
 from lightning_fms.planner.memory import GIB, Outside, Verdict
-from lightning_fms.planner.probe import keep_blocks
 from lightning_fms.planner.settings import PlanSettings
-from lightning_fms.planner.space import FP8_RECIPES, Configuration, enumerate_space, precision_overrides
+from lightning_fms.planner.space import Configuration
 from lightning_fms.planner.throughput import Work, step_time
 from lightning_fms.planning.experiment import write_experiment
 from lightning_fms.planning.jobs import Probed, activation_bytes, prediction, probe, structure_of
 from lightning_fms.planning.measure import measured
+from lightning_fms.planning.scope import Scope, check_plan, scope_of, space_of
 from lightning_fms.planning.subject import Structure
 from lightning_fms.tables import table
 
@@ -50,107 +44,59 @@ def plan(cfg: DictConfig, choices: Mapping[str, Any]) -> report.Plan:
         ValueError: for a value that a part refuses, or where nothing fits.
     """
     app.quiet()
-    notes: list[str] = []
     as_given = cfg.copy()
     check_plan(cfg)
     settings: PlanSettings = app.plugin(cfg.plan)
-    hardware: Hardware = app.plugin(cfg.hardware)
-    fill_vocabulary(cfg, settings, notes)
     nodes = cfg.trainer.get("num_nodes", 1)
-    devices = app.devices_asked(cfg.trainer) * nodes
-    work = count_work(cfg)
-    run = _run(cfg, settings, work)
-    precisions = precisions_for(cfg, choices, settings, hardware, devices)
-    settings = with_own_offload(cfg, settings)
-    space = space_of(cfg, settings, precisions, devices, nodes)
-    structures = {structure_of(c) for c in space}
-    print(f"fms-plan: {len(space)} configurations, probing {len(structures)} structures without a GPU ...", flush=True)
-    probed = probe(job_for(cfg, settings, precisions, choices), space, settings.processes)
-    work = with_activations(work, probed)
-    every = cfg.strategy.get("checkpoint_every", 2)
-    candidates, failed = candidates_of(space, probed, work, hardware, every)
+    scope = scope_of(cfg, choices, settings, app.plugin(cfg.hardware), nodes)
+    run = _run(cfg, settings, scope.work)
+    structures = {structure_of(c) for c in scope.configurations}
+    print(
+        f"fms-plan: {len(scope.configurations)} configurations, probing {len(structures)} structures without a GPU ...",
+        flush=True,
+    )
+    found = predicted(scope)
+    candidates = found.candidates
     if settings.measure:
         if nodes > 1:
             raise ConfigError(f"plan.measure=true with trainer.num_nodes={nodes}: measure on one machine")
         print(f"fms-plan: measuring on this machine, rounds of {list(settings.measure_steps)} steps", flush=True)
         candidates = measured(candidates, as_given, choices, settings.measure_first, list(settings.measure_steps))
-    what_if = _what_if(cfg, settings, hardware, work, probed, candidates, devices, every)
+    what_if = _what_if(cfg, scope, found, candidates)
     made = report.Plan(
-        cfg.name, hardware, run, candidates, what_if, devices, settings.amortise_years, notes, failed
+        cfg.name, scope.hardware, run, candidates, what_if, scope.devices, settings.amortise_years, scope.notes, found.failed
     )  # fmt: skip
     _publish(made, as_given, choices, settings)
     return made
 
 
-def check_plan(cfg: DictConfig) -> None:
-    """As for a run, whatever data it may have: a plan needs none."""
-    copy = cfg.copy()
-    with open_dict(copy):
-        copy.trainer.devices, copy.trainer.num_nodes = 1, 1
-        copy.paths.run = "unplanned"
-        for key, value in (("sources", {"any": "unread"}), ("tokenizer", "bytes")):
-            if key in copy.data.keys() and OmegaConf.is_missing(copy.data, key):  # noqa: SIM118, `in` is false for ???
-                copy.data[key] = value
-    app.check(copy)
-    if not isinstance(cfg.data.get("seq_len"), int):
-        raise ConfigError(
-            f"data.seq_len={cfg.data.get('seq_len')}: a plan needs the tokens of a row; give data.seq_len=<value>"
-        )
-    unknown = {"tensor": 1, "save_ops": None}
-    for key, default in unknown.items():
-        if cfg.strategy.get(key, default) != default:
-            raise ConfigError(f"strategy.{key}={cfg.strategy[key]}: a plan does not know it yet; leave it out here")
-    if not str(cfg.strategy._target_).endswith("FSDPCompileStrategy"):
-        raise ConfigError(
-            f"strategy={cfg.strategy._target_}: only FSDPCompileStrategy can be planned; give strategy=fsdp_compile"
-        )
+@dataclass(frozen=True)
+class Predicted:
+    """What the probes of a plan's scope say.
+
+    Attributes:
+        candidates: configurations with memory and time, whether they fit or not.
+        failed: a line for each reason for which some have none.
+        work: of a step, with what a row keeps for its backward.
+        probed: by structure.
+    """
+
+    candidates: Sequence[Candidate]
+    failed: Sequence[str]
+    work: Work
+    probed: Mapping[Structure, Probed]
 
 
-def space_of(
-    cfg: DictConfig, settings: PlanSettings, precisions: Sequence[str], devices: int, nodes: int = 1
-) -> list[Configuration]:
-    """What the settings say to try on so many devices."""
-    return enumerate_space(
-        devices, cfg.data.global_batch_size, nodes, list(settings.checkpointing), list(settings.offload), list(precisions),
-        list(settings.kernels), settings.largest_micro_batch, list(settings.activation_offload),
-    )  # fmt: skip
+def predicted(scope: Scope) -> Predicted:
+    """Probe what the configurations need, in other processes, and judge each.
 
-
-def with_own_offload(cfg: DictConfig, settings: PlanSettings) -> PlanSettings:
-    """Settings whose space has what the config says of offloaded activations, too."""
-    own = bool(cfg.strategy.get("activation_offload", False))
-    return replace(settings, activation_offload=sorted({*settings.activation_offload, own}))
-
-
-def fill_vocabulary(cfg: DictConfig, settings: PlanSettings, notes: list[str]) -> None:
-    """Take the vocabulary's size from the tokenizer or the settings where the config leaves it open."""
-    net = OmegaConf.select(cfg, "model.net")
-    if not isinstance(net, DictConfig) or "vocab_size" not in net.keys() or not OmegaConf.is_missing(net, "vocab_size"):  # noqa: SIM118
-        return
-    size = None
-    if not OmegaConf.is_missing(cfg.data, "tokenizer") and isinstance(cfg.data.tokenizer, str):
-        size = open_tokenizer(cfg.data.tokenizer).vocab_size
-    if size is None:
-        size = settings.vocab_size
-        notes.append(f"vocabulary of {size:,} ids assumed; give plan.vocab_size or data.tokenizer for another")
-    with open_dict(cfg):
-        cfg.model.net.vocab_size = size
-
-
-def count_work(cfg: DictConfig) -> Work:
-    """Parameters and operations of a config's model, from a copy without memory."""
-    with torch.device("meta"):
-        module = app.lightning_module(cfg)
-    parameters = sum(p.numel() for p in module.parameters())
-    flops = count_train_flops(module).at(cfg.data.seq_len)
-    vocab = max((m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), default=0)
-    blocks = find_blocks(module, cfg.strategy.get("blocks"))
-    weights = sum(matmul_weights(block) for block in blocks.values())
-    shorter = flops
-    if len(blocks) > 1 and keep_blocks(module, list(blocks), len(blocks) - 1):
-        shorter = count_train_flops(module).at(cfg.data.seq_len)
-    one_pass = cfg.strategy.get("one_pass_optimizer", "auto") is not False
-    return Work(parameters, weights, flops, (flops - shorter) * len(blocks), cfg.data.seq_len, vocab, 0.0, one_pass)
+    Raises:
+        ValueError: none of them could be probed.
+    """
+    probed = probe(scope.job, scope.configurations, scope.settings.processes)
+    work = with_activations(scope.work, probed)
+    candidates, failed = candidates_of(scope.configurations, probed, work, scope.hardware, scope.checkpoint_every)
+    return Predicted(candidates, failed, work, probed)
 
 
 def _run(cfg: DictConfig, settings: PlanSettings, work: Work) -> Run:
@@ -162,55 +108,6 @@ def _run(cfg: DictConfig, settings: PlanSettings, work: Work) -> Run:
             f"trainer.max_steps={cfg.trainer.max_steps}: give the number of steps, or plan.tokens=<value>"
         )
     return Run(cfg.trainer.max_steps, tokens_per_step, work.parameters)
-
-
-def precisions_for(
-    cfg: DictConfig, choices: Mapping[str, Any], settings: PlanSettings, hardware: Hardware, devices: int
-) -> list[str]:
-    """Those of the settings, else the config's own and the fastest FP8 that the hardware has."""
-    if settings.precisions is not None:
-        wanted = [precision for precision in settings.precisions if precision in FP8_RECIPES]
-        if wanted and hardware.fp8_tflops is None:
-            raise ConfigError(
-                f"plan.precisions={list(settings.precisions)}: {hardware.name} has no FP8; leave {', '.join(wanted)} out"
-            )
-        return list(settings.precisions)
-    own = str(choices.get("precision", "bf16"))
-    if own == "fp8":
-        return [str(cfg.precision.get("recipe", own)) if cfg.precision.get("recipe") != "tensorwise" else own]
-    faster = ["fused" if devices == 1 else "fp8"] if hardware.fp8_tflops is not None and own == "bf16" else []
-    return [own, *faster]
-
-
-def job_for(
-    cfg: DictConfig, settings: PlanSettings, precisions: Sequence[str], choices: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """What all probes have in common, in plain values; the config's own options, by group in `choices`, stay as it has them."""
-    copy = cfg.copy()
-    with open_dict(copy):
-        for key in ("plan", "hardware", "paths", "callbacks", "logger"):
-            copy.pop(key, None)
-    keep = ("model", "optimizer", "scheduler", "strategy", "trainer")
-    resolved = {key: OmegaConf.to_container(copy[key], resolve=True) for key in keep if copy.get(key) is not None}
-    return {
-        "config": {**resolved, "data": {"seq_len": cfg.data.seq_len}},
-        "precision": {option: _option(cfg, choices or {}, "precision", option) for option in precisions},
-        "kernels": {option: _option(cfg, choices or {}, "kernels", option) for option in settings.kernels},
-        "rows": list(settings.probe_rows),
-    }
-
-
-def _option(cfg: DictConfig, choices: Mapping[str, Any], group: str, option: str) -> Any:
-    """An option of a group: as the user has it where it is the chosen one."""
-    overrides = precision_overrides(option) if group == "precision" else [f"{group}={option}"]
-    chosen = overrides[0].partition("=")[2]
-    if choices.get(group) == chosen:
-        own = cfg[group].copy()
-        for override in overrides[1:]:
-            key, _, value = override.removeprefix(f"{group}.").partition("=")
-            own[key] = value
-        return OmegaConf.to_container(own, resolve=True)
-    return OmegaConf.to_container(compose("train", overrides=overrides)[group], resolve=True)
 
 
 def with_activations(work: Work, probed: Mapping[Structure, Probed]) -> Work:
@@ -245,23 +142,25 @@ def judged(
     return Candidate(configuration, memory, verdict, step_time(work, configuration, hardware, every))
 
 
-def _what_if(
-    cfg: DictConfig, settings: PlanSettings, hardware: Hardware, work: Work, probed: Mapping[Structure, Probed],
-    candidates: Sequence[Candidate], devices: int, every: int,
-) -> dict[int, Candidate]:  # fmt: skip
+def _what_if(cfg: DictConfig, scope: Scope, found: Predicted, candidates: Sequence[Candidate]) -> dict[int, Candidate]:
     """The best for each number of devices: what was probed, with the shards of another number of ranks."""
-    found: dict[int, Candidate] = {}
-    for count in sorted({*settings.device_counts, devices}):
+    best_of: dict[int, Candidate] = {}
+    precisions = sorted({structure.precision for structure in found.probed})
+    for count in sorted({*scope.settings.device_counts, scope.devices}):
         if count > cfg.data.global_batch_size:
             continue
         others = list(candidates)
-        if count != devices:
-            space = space_of(cfg, settings, sorted({s.precision for s in probed}), count)
-            others = [c for k in space if (c := elsewhere(k, probed, work, hardware, devices, every)) is not None]
+        if count != scope.devices:
+            others = [
+                c
+                for k in space_of(cfg, scope.settings, precisions, count)
+                if (c := elsewhere(k, found.probed, found.work, scope.hardware, scope.devices, scope.checkpoint_every))
+                is not None
+            ]
         best = chosen(others)
         if best is not None:
-            found[count] = best
-    return found
+            best_of[count] = best
+    return best_of
 
 
 def elsewhere(

@@ -12,7 +12,6 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from lightning_fms import app
 from lightning_fms.config_check import ConfigError
 from lightning_fms.launch.words import key_of
 from lightning_fms.planner.candidates import Candidate, ranked
@@ -21,18 +20,8 @@ from lightning_fms.planner.measure import Trial, halve_together
 from lightning_fms.planner.settings import PlanSettings
 from lightning_fms.planner.space import Configuration
 from lightning_fms.planning.experiment import write_experiment
-from lightning_fms.planning.jobs import probe
-from lightning_fms.planning.plan import (
-    candidates_of,
-    check_plan,
-    count_work,
-    fill_vocabulary,
-    job_for,
-    precisions_for,
-    space_of,
-    with_activations,
-    with_own_offload,
-)
+from lightning_fms.planning.plan import predicted
+from lightning_fms.planning.scope import check_plan, scope_of
 
 SPACE = "space.json"
 UNNEEDED = ("checkpoint", "resilience", "sample")  # callbacks that save, or need one that does
@@ -55,17 +44,11 @@ def possible(
     """
     with open_dict(cfg):
         check_plan(cfg)
-        fill_vocabulary(cfg, settings, [])
-    devices = app.devices_asked(cfg.trainer)
-    precisions = precisions_for(cfg, choices, settings, hardware, devices)
-    settings = with_own_offload(cfg, settings)
-    space = space_of(cfg, settings, precisions, devices)
-    probed = probe(job_for(cfg, settings, precisions, choices), space, settings.processes)
-    work = with_activations(count_work(cfg), probed)
-    candidates, failed = candidates_of(space, probed, work, hardware, cfg.strategy.get("checkpoint_every", 2))
-    for line in failed:
+    scope = scope_of(cfg, choices, settings, hardware)
+    found = predicted(scope)
+    for line in found.failed:
         print(f"plan: not predicted: {line}", flush=True)
-    return ranked(candidates), len(space)
+    return ranked(found.candidates), len(scope.configurations)
 
 
 def remembered(
