@@ -63,18 +63,19 @@ def remembered(
         asked: what decides about the search, as JSON holds it.
 
     Raises:
-        ConfigError: the folder is that of a search for which something else was asked; or nothing fits.
+        ConfigError: the folder is that of a search for which something else was asked, or of which this version cannot read
+            the record; or nothing fits.
     """
     path = folder / SPACE
     if path.exists():
-        record = json.loads(path.read_text())
+        begun, left = _read_space(path)
         for name, value in asked.items():
-            if record["asked"].get(name) != value:
+            if begun.get(name) != value:
                 raise ConfigError(
-                    f"the search in {folder} was begun with {name}={record['asked'].get(name)}, and this command has {value}; "
+                    f"the search in {folder} was begun with {name}={begun.get(name)}, and this command has {value}; "
                     "give what it was begun with to go on, or another hydra.sweep.dir to begin anew"
                 )
-        return [Configuration(**fields) for fields in record["left"]]
+        return left
     candidates, every = find()
     if not candidates:
         raise ConfigError(f"nothing of {every} configurations fits; give more or larger devices")
@@ -82,10 +83,27 @@ def remembered(
     print(f"plan: {every} configurations, {every - len(candidates)} cannot fit; {len(chosen)} are measured", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}")
-    left = [asdict(configuration) for configuration in chosen]
-    aside.write_text(json.dumps({"asked": dict(asked), "left": left}, indent=1))
+    plain = [asdict(configuration) for configuration in chosen]
+    aside.write_text(json.dumps({"asked": dict(asked), "left": plain}, indent=1))
     aside.replace(path)
     return chosen
+
+
+def _read_space(path: Path) -> tuple[dict[str, Any], list[Configuration]]:
+    """What was asked, and the configurations that were left."""
+    text = path.read_text()
+    try:
+        record = json.loads(text)
+        asked, left = record["asked"], [Configuration(**fields) for fields in record["left"]]
+        if isinstance(asked, dict):
+            return asked, left
+    except (ValueError, KeyError, TypeError):
+        pass
+    shown = text if len(text) <= 60 else f"{text[:60]}..."
+    raise ConfigError(
+        f"{path}: {shown!r} is not a record of a search, which holds `asked` and `left` (earlier versions wrote a list); "
+        "give another hydra.sweep.dir to begin anew"
+    )
 
 
 def overrides_of(configuration: Configuration, cfg: DictConfig, typed: Sequence[str], steps: int) -> list[str]:

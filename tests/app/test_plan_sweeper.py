@@ -67,3 +67,22 @@ def test_another_command_in_the_folder_of_a_search_is_refused(tmp_path: Path) ->
         remembered(tmp_path, lambda: ([], 0), None, {"command": ["a=2"], "hardware": "h200"})
     with pytest.raises(ConfigError, match="begun with hardware=h200, and this command has h100"):
         remembered(tmp_path, lambda: ([], 0), None, {"command": ["a=1"], "hardware": "h100"})
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        '[{"micro_batch_size": 3}]',
+        '{"left": []}',
+        '{"asked": [], "left": []}',
+        '{"asked": {}, "left": [{"rows": 3}]}',
+        "{",
+    ],
+)
+def test_a_record_of_another_form_is_refused(tmp_path: Path, record: str) -> None:
+    (tmp_path / "space.json").write_text(record)
+    with pytest.raises(ConfigError) as refused:
+        remembered(tmp_path, lambda: ([], 0), None, {"hardware": "h200"})
+    said = str(refused.value)
+    assert said.startswith(f"{tmp_path / 'space.json'}: '{record}' is not a record")
+    assert "give another hydra.sweep.dir" in said
