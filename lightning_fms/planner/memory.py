@@ -90,9 +90,9 @@ def at_size(grid: Grid, rows: int, depth: int) -> Peaks:
     if not 1 <= len(all_rows) <= 2 or not 1 <= len(depths) <= 2 or len(grid) != len(all_rows) * len(depths):
         raise ValueError(f"probes at {sorted(grid)}: give one or two numbers of rows times one or two depths")
     row_weights, depth_weights = _weights(all_rows, rows), _weights(depths, depth)
-    common = set.intersection(*(set(peaks) for peaks in grid.values()))
+    first, *others = grid.values()
     found = {}
-    for phase in common:
+    for phase in (name for name in first if all(name in peaks for peaks in others)):
         values = [(grid[r, d][phase], wr * wd) for r, wr in row_weights.items() for d, wd in depth_weights.items()]
         found[phase] = (
             round(sum(value[0] * weight for value, weight in values)),

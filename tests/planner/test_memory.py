@@ -39,6 +39,11 @@ def test_the_peak_may_be_in_another_phase_than_in_the_probes() -> None:
     assert (found.phase, found.active) == ("optimizer", 12_000)
 
 
+def test_phases_are_in_the_order_of_the_probes() -> None:
+    names = [f"backward {i}" for i in range(20)]
+    assert list(predict(planes(dict.fromkeys(names, (1, 0, 0, 0))), 2, 2).phases) == names
+
+
 def test_probes_that_are_no_grid_are_refused() -> None:
     grid = planes({"x": (1, 1, 1, 1)})
     del grid[(3, 4)]
