@@ -1,6 +1,7 @@
 """Times: the measured steps, and how a bound moves with what a configuration does."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,12 @@ def test_recomputation_is_not_counted_in_mfu() -> None:
         for mode in ("none", "full")
     )
     assert again.mfu < plain.mfu
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_number_of_a_device_has_a_comment_that_says_where_it_is_from(path: Path) -> None:
+    numbers = [
+        pair for pair in pairwise(path.read_text().splitlines()) if not pair[1].startswith(("#", "_target_", "name"))
+    ]
+    assert len(numbers) == 11
+    assert not [line for above, line in numbers if not above.startswith("#")]
