@@ -7,7 +7,7 @@ the step's peak is the largest of its phases. What the probes cannot see is adde
 - the allocator, which holds more than is in use; libraries' context and workspaces; NCCL's buffers;
 - with offload, copies of the shards on their way to an all-gather, twice (one is used while the next is fetched).
 
-The band says what is not known: predictions are within 9 % of the real runs so far, nearly all within 3 % (docs/planning.md).
+The band says what is not known: predictions are within 6 % of the real runs so far, nearly all within 2 % (docs/planning.md).
 `low` takes 10 % less than predicted, and no fragmentation; `high` 5 % more with what fragmentation has cost. FIT means that `high`
 fits, NO that even `low` does not. Only NO is left out of a search: a MAYBE may be the fastest.
 """
