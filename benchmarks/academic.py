@@ -1,12 +1,13 @@
 """The table of '$100K or 100 Days' (arXiv:2410.23261) again: Pythia by GPU and number of GPUs, predicted without a GPU.
 
-    python benchmarks/academic.py                      # all, some minutes; prints the tables of docs/academic.md
+    python benchmarks/academic.py                      # all, two minutes of a core each; prints the tables of docs/academic.md
     python benchmarks/academic.py --models 1b --out academic.json
 
 The run is Pythia's: 143,000 steps of 1,024 rows of 2,048 tokens, 300 B in all, in bf16. `naive` is a copy of the model on each
-GPU, no recomputation, no kernels; `planned` the fastest that fits of {none, full} recomputation x {copies, shard and
-keep, shard} with kernels, and offload with full recomputation where nothing else fits. Memory is followed for 1 and 2
-devices, and scaled for 4 and 8. Days in parentheses may fit (the band of the prediction reaches over the capacity).
+GPU, no recomputation, no kernels; `planned` the fastest that fits, with kernels, of {none, full} recomputation x {copies, shard and
+keep, shard} x gradients {held whole over the micro-batches, reduced in each}, and offload with full recomputation. Memory is
+followed for 1 and 2 devices, and scaled for 4 and 8. Days in parentheses may fit (the band of the prediction reaches over the
+capacity).
 """
 
 import argparse
@@ -54,7 +55,6 @@ def spaces(devices: int) -> tuple[list[Configuration], list[Configuration]]:
     planned = [
         c for c in every
         if c.kernels == "all"
-        and c.accumulate_without_reduce
         and (not c.cpu_offload or (c.activation_checkpointing == "full" and c.reshard_after_forward))
         and (c.activation_checkpointing == "none" or c.reshard_after_forward)
     ]  # fmt: skip
@@ -76,9 +76,8 @@ def tables(models: Sequence[str], processes: int) -> dict[str, Any]:
         if errors:
             raise SystemExit(f"{model}: {errors}")
         work = with_activations(work, probed)
-        found[model] = {
-            gpu: {n: cell(n, app.plugin(config(model, gpu)[0].hardware), work, probed) for n in COUNTS} for gpu in GPUS
-        }
+        devices: list[Hardware] = [app.plugin(config(model, gpu)[0].hardware) for gpu in GPUS]
+        found[model] = {gpu.name: {n: cell(n, gpu, work, probed) for n in COUNTS} for gpu in devices}
         print(markdown(model, work, found[model]), flush=True)
     return found
 
@@ -103,6 +102,7 @@ def plain(c: Candidate | None) -> dict[str, Any] | None:
     return {
         "days": days, "fits": c.verdict is Verdict.FIT, "rows": c.configuration.micro_batch_size,
         "layout": c.configuration.sharding, "recompute": c.configuration.activation_checkpointing,
+        "held": c.configuration.accumulate_without_reduce,
         "offload": c.configuration.cpu_offload, "mfu": c.time.mfu, "gib": c.memory.active / 2**30,
     }  # fmt: skip
 
@@ -113,8 +113,8 @@ def markdown(model: str, work: Work, rows: dict[str, Any]) -> str:
         "| days, naive -> planned | " + " | ".join(f"{n} GPU{'s' if n > 1 else ''}" for n in COUNTS) + " |",
         "|---" * 5 + "|",
     ]
-    for gpu in GPUS:
-        cells = [f"{shown(c['naive'])} -> {shown(c['planned'])}{how(c['planned'])}" for c in rows[gpu].values()]
+    for gpu, counts in rows.items():
+        cells = [f"{shown(c['naive'])} -> {shown(c['planned'])}{how(c['planned'])}" for c in counts.values()]
         lines.append(f"| {gpu} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -130,7 +130,8 @@ def how(c: dict[str, Any] | None) -> str:
     if c is None:
         return ""
     words = {"one device": "", "2 copies": "", "4 copies": "", "8 copies": ""}.get(c["layout"], c["layout"])
-    parts = [words, "recompute" if c["recompute"] == "full" else "", "offload" if c["offload"] else ""]
+    marks = {"reduce": not c["held"], "recompute": c["recompute"] == "full", "offload": c["offload"]}
+    parts = [words, *(mark for mark, holds in marks.items() if holds)]
     said = ", ".join(part for part in parts if part)
     return f", {said}" if said else ""
 
