@@ -19,7 +19,7 @@ import numpy as np
 
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
-_FEW = 16  # places that are faster one by one
+_FEW = 16  # places that are faster as Python's integers, one by one
 
 
 def derive_key(*parts: str | int) -> int:
@@ -31,15 +31,8 @@ def derive_key(*parts: str | int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser (Steele et al., 2014): every input bit reaches every output bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _mix_one(x: int) -> int:
-    """The same of one number, where numpy would take a microsecond an operation."""
+def _mix(x: Any) -> Any:
+    """splitmix64's finaliser (Steele et al., 2014), of an integer or an array: every input bit reaches every output bit."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
     return x ^ (x >> 31)
@@ -58,8 +51,7 @@ class Permutation:
         self.n = n
         self._a = math.isqrt(n - 1) + 1
         self._b = -(-n // self._a)
-        self._integers = [(key + (r + 1) * 0x9E3779B97F4A7C15) & _MASK for r in range(_ROUNDS)]
-        self._keys = [np.uint64(integer) for integer in self._integers]
+        self._keys = [(key + (r + 1) * 0x9E3779B97F4A7C15) & _MASK for r in range(_ROUNDS)]
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
         """Map an int64 array of places in `[0, n)` to int64 values in `[0, n)`."""
@@ -74,25 +66,16 @@ class Permutation:
 
     def at(self, place: int) -> int:
         """Return the value at one place."""
-        value = self._round_one(place)
+        value = self._rounds(place)
         while value >= self.n:
-            value = self._round_one(value)
-        return value
+            value = self._rounds(value)
+        return int(value)
 
-    def _rounds(self, values: np.ndarray) -> np.ndarray:
-        a, b = np.uint64(self._a), np.uint64(self._b)
-        left: Any
-        right: Any
+    def _rounds(self, values: Any) -> Any:
+        """Of an integer, or of an array of uint64."""
+        a, b = self._a, self._b
         left, right = values // b, values % b
         for i in range(0, _ROUNDS, 2):
             left = (left + _mix(right ^ self._keys[i]) % a) % a
             right = (right + _mix(left ^ self._keys[i + 1]) % b) % b
-        return left * b + right
-
-    def _round_one(self, value: int) -> int:
-        a, b, keys = self._a, self._b, self._integers
-        left, right = divmod(value, b)
-        for i in range(0, _ROUNDS, 2):
-            left = (left + _mix_one(right ^ keys[i]) % a) % a
-            right = (right + _mix_one(left ^ keys[i + 1]) % b) % b
         return left * b + right
