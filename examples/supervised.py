@@ -1,11 +1,11 @@
 """Lose processes on the way, and let the supervisor go on with those that are left: 4 -> 2 -> 3.
 
-    python examples/supervised.py [FOLDER [4 2 3]]
+    python examples/supervised.py [FOLDER]
 
 `fms-supervise` trains the quickstart on as many processes as the file FOLDER/devices says. `Fault` plays the failing machine:
-at step 5 it kills a rank and leaves devices for 2, at step 9 for 3, or for as many as are given. The supervisor sees an
-attempt fail, looks how many devices there are now, and goes on from the newest checkpoint. At the end, the losses beside
-those of a run that nothing has happened to (default folder: runs/supervised-example).
+at step 5 it kills a rank and leaves devices for 2, at step 9 for 3. The supervisor sees an attempt fail, looks how many
+devices there are now, and goes on from the newest checkpoint. At the end, the losses beside those of a run that nothing has
+happened to (default folder: runs/supervised-example).
 """
 
 import os
@@ -16,8 +16,7 @@ from pathlib import Path
 
 import lightning as L
 
-PROCESSES = [4, 2, 3]  # at the start, and what each fault leaves
-FAULTS = (5, 9)  # steps
+FAULTS = {5: 2, 9: 3}  # step, devices that are left
 STEPS = 12
 SMALL = [
     "experiment=quickstart", "seed=1", f"trainer.max_steps={STEPS}", "trainer.log_every_n_steps=1", "scheduler.warmup_steps=2",
@@ -29,11 +28,11 @@ SMALL = [
 class Fault(L.Callback):
     """Kill the last rank at a step, once, and take devices away."""
 
-    def __init__(self, devices: str, left: list[int]) -> None:
-        self.devices, self.left = Path(devices), dict(zip(FAULTS, left, strict=True))
+    def __init__(self, devices: str) -> None:
+        self.devices = Path(devices)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        left = self.left.get(trainer.global_step)
+        left = FAULTS.get(trainer.global_step)
         happened = self.devices.with_name(f"fault-{trainer.global_step}")
         if left is not None and trainer.global_rank == trainer.world_size - 1 and not happened.exists():
             happened.touch()
@@ -52,20 +51,17 @@ def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/supervised-example").absolute()
     folder.mkdir(parents=True)
     devices = folder / "devices"
-    first, *left = [int(word) for word in sys.argv[2:]] or PROCESSES
-    devices.write_text(str(first))
+    devices.write_text("4")
     path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     fault = [f"+callbacks.fault._target_={Path(__file__).stem}.Fault", f"+callbacks.fault.devices='{devices}'"]
-    fault += [f"+callbacks.fault.left={left}"]
-    most = max(first, *left)
-    supervise = [sys.executable, "-m", "lightning_fms.supervise", "--nproc", f"1:{most}", "--devices", str(devices)]
+    supervise = [sys.executable, "-m", "lightning_fms.supervise", "--nproc", "1:4", "--devices", str(devices)]
     supervise += ["--logs", str(folder / "logs"), "--", *SMALL, f"paths.run='{folder}/supervised'", *fault]
     subprocess.run(supervise, env=environment, check=True)
     whole = [sys.executable, "-m", "lightning_fms.train", *SMALL, f"paths.run='{folder}/whole'", "trainer.devices=1"]
     subprocess.run(whole, env=environment, check=True, stdout=subprocess.DEVNULL)
     supervised, uninterrupted = losses(folder / "supervised"), losses(folder / "whole")
-    print(f"\nstep   {' -> '.join(map(str, [first, *left]))} processes   uninterrupted")
+    print("\nstep   4 -> 2 -> 3 processes   uninterrupted")
     for step in range(0, STEPS, 3):
         print(f"{step:4d}   {supervised[step]:21.6f}   {uninterrupted[step]:13.6f}")
     apart = max(abs(supervised[step] - uninterrupted[step]) for step in range(STEPS))

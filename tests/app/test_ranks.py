@@ -3,22 +3,22 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from app_runs import clean_environment, start
 
 from lightning_fms.config_check import ConfigError
 from lightning_fms.ranks import agree, is_child
-from tests.worlds import free_port, run_world
+from tests.worlds import free_port
 
 # Lines of several processes in one pipe can run into each other, unless each is one write.
 ASK = """
 import os, sys
 from lightning_fms.ranks import agree
 def decide():
+    if os.environ.get("REFUSE"):
+        raise ValueError("refused")
     return {"decided by": os.environ.get("RANK") or os.environ.get("SLURM_PROCID")}
 heard = agree("first", decide), agree("second", lambda: [1, None])
 os.write(1, f"heard {heard[0]} {heard[1]}\\n".encode())
@@ -39,11 +39,6 @@ if attempt == "0":
         time.sleep(0.1)
     sys.exit(1)
 """
-
-TWO_TASKS = {
-    "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "12",
-    "SLURM_NODELIST": "localhost", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1",
-}  # fmt: skip
 
 
 def test_a_child_of_lightnings_launcher_inherits_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +77,11 @@ def test_a_restarted_rank_hears_its_own_attempt(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_waits_for_others_says_so_and_names_srun() -> None:
-    alone = clean_environment() | TWO_TASKS
-    alone |= {"MASTER_PORT": str(free_port()), "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    alone = clean_environment() | {
+        "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "12",
+        "SLURM_NODELIST": "localhost", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
     script = f"from lightning_fms import ranks; ranks.SILENT_SECONDS = 0.1\n{ASK}"
     waits = subprocess.Popen([sys.executable, "-c", script], env=alone, stderr=subprocess.PIPE, text=True)
     try:
@@ -96,33 +94,25 @@ def test_a_rank_that_waits_for_others_says_so_and_names_srun() -> None:
     assert "srun" in line
 
 
-def as_slurms_rank(folder: Path, port: int, refuse: bool) -> tuple[Any, ...]:
-    """What a task of srun's hears, or how it ends."""
-    rank = os.environ["RANK"]
-    for name in set(os.environ) - set(clean_environment()):
-        del os.environ[name]
-    os.environ |= {**TWO_TASKS, "MASTER_PORT": str(port), "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
-
-    def decide() -> dict[str, str]:
-        if refuse:
-            raise ValueError("refused")
-        return {"decided by": os.environ["SLURM_PROCID"]}
-
-    try:
-        heard: tuple[Any, ...] = agree("first", decide), agree("second", lambda: [1, None])
-    except (ValueError, SystemExit) as error:
-        heard = type(error), *error.args
-    (folder / rank).touch()
-    end = time.monotonic() + 60
-    while not (folder / "1").exists() and time.monotonic() < end:  # the store ends with rank 0
-        time.sleep(0.01)
-    return heard
-
-
 @pytest.mark.parametrize("refuse", [False, True])
-def test_slurms_ranks_hear_the_first_also_that_it_failed(refuse: bool, tmp_path: Path) -> None:
-    heard = run_world(as_slurms_rank, 2, tmp_path, free_port(), refuse)
+def test_slurms_ranks_hear_the_first_also_that_it_failed(refuse: bool) -> None:
+    shared = clean_environment() | {
+        "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "12",
+        "SLURM_NODELIST": "localhost",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    shared |= {"REFUSE": "1"} if refuse else {}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ASK],
+            env=shared | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    heard = [rank.communicate(timeout=120) for rank in ranks]
     if refuse:
-        assert heard == [(ValueError, "refused"), (SystemExit, 2)]
+        assert [rank.returncode for rank in ranks] == [1, 2]
+        assert heard[1] == ("", "")
     else:
-        assert heard == [({"decided by": "0"}, [1, None])] * 2
+        assert [out for out, _ in heard] == ["heard {'decided by': '0'} [1, None]\n"] * 2, heard
